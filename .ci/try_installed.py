@@ -1,0 +1,72 @@
+"""Try the installed packages: the command line, and one tensor from rank to rank and back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import stagelink
+from stagelink.testing import run_threads
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+PLAN = """
+[pipeline]
+name = "two"
+schedule = "1f1b"
+microbatches = 2
+
+[[stages]]
+name = "first"
+ranks = [0]
+
+[[stages]]
+name = "last"
+ranks = [1]
+
+[[tensors]]
+name = "hidden"
+from = "first"
+to = ["last"]
+"""
+
+
+def train(rank: int, world_size: int, store: Store, plan: stagelink.Plan) -> float:
+    """Send ones forward and what came back doubled; the sum of the gradients on rank 0."""
+    total = 0.0
+    with (
+        stagelink.connect(plan, rank=rank, world_size=world_size, store=store) as comm,
+        comm.train(microbatches=2) as session,
+    ):
+        for microbatch in session.mine:
+            if rank == 0:
+                session.send("hidden", torch.ones(3, requires_grad=True), microbatch)
+                total += float(session.recv_grad("hidden", microbatch).sum())
+            else:
+                hidden = session.recv("hidden", microbatch)
+                session.send_grad("hidden", 2 * hidden.detach(), microbatch)
+    return total
+
+
+def main() -> None:
+    """Run all; an exception or an exit code other than 0 says that something is wrong."""
+    command = Path(sys.executable).with_name("stagelink")
+    for argument in ("--version", "doctor"):
+        subprocess.run([command, argument], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "pipeline.toml")
+        file.write_text(PLAN)
+        subprocess.run([command, "plan", file], check=True)
+        totals = run_threads(train, 2, stagelink.Plan.load(file))
+    if totals != [12.0, 0.0]:
+        sys.exit(f"wrong gradients: {totals}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Every task of the project, each in an environment that it sets up itself: ``nox -s demo``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+# Not uv, even where it is installed: it ignores the index settings of pip, and torch comes in
+# builds of very different sizes.
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "layers", "types", "tests"]
+
+CONSTRAINTS = ("-c", "constraints.txt")
+PACKAGES = sorted(str(file.parent) for file in Path("packages").glob("*/pyproject.toml"))
+EDITABLE = tuple(f"--editable={package}" for package in PACKAGES)
+
+
+def _group(name: str) -> list[str]:
+    """What a dependency group of pyproject.toml asks for."""
+    return list(nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), name))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train the digits over four processes and in one, and compare."""
+    session.install(*CONSTRAINTS, *EDITABLE, *_group("demo"))
+    session.run("python", "examples/digits/train.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests; arguments go to pytest."""
+    session.install(*CONSTRAINTS, *EDITABLE, *_group("tests"))
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format."""
+    session.install(*CONSTRAINTS, *_group("lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """Check that every module imports only what its layer may."""
+    session.install(*CONSTRAINTS, *_group("layers"))
+    session.install("--no-deps", *EDITABLE)  # imports are read, not run
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly, in everything."""
+    session.install(*CONSTRAINTS, *EDITABLE, *_group("types"))
+    session.run("mypy")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build every package, install the wheels where nothing else is, and try them."""
+    session.install(*CONSTRAINTS, *_group("build"))
+    shutil.rmtree("dist", ignore_errors=True)
+    for package in PACKAGES:  # the wheel is made from the sdist, so both are tried
+        session.run("python", "-m", "build", "--no-isolation", "--outdir=dist", package)
+    clean = Path(session.create_tmp(), "clean")
+    session.run("python", "-m", "venv", "--clear", str(clean))
+    wheels = map(str, Path("dist").glob("*.whl"))
+    python = [str(clean / "bin" / "python"), "-I"]  # isolated: not from this folder
+    session.run(*python, "-m", "pip", "install", *CONSTRAINTS, *wheels, external=True)
+    session.run(*python, ".ci/try_installed.py", external=True)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run benchmarks: ``nox -s bench -- NAME``, or all of them."""
+    session.install(*CONSTRAINTS, *EDITABLE)
+    names = session.posargs or sorted(file.stem for file in Path("benchmarks").glob("*.py"))
+    for name in names:
+        session.run("python", f"benchmarks/{name}.py")

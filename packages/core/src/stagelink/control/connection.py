@@ -1,0 +1,225 @@
+"""One stream socket to one peer: frames out without ever blocking, frames in as they come.
+
+Unix sockets within a server and TCP across are framed alike, so there is one reader. Nobody blocks
+in a write: two readers blocked in writing to each other would never read again. What the socket
+does not take at once is queued and flushed when it becomes writable.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from stagelink.errors import ProtocolError
+from stagelink.transport.header import HEADER_BYTES, Header
+
+__all__ = ["Connection", "Frame"]
+
+_READ_BYTES = 256 * 1024
+_MAX_FDS = 64
+_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError)
+
+
+class Frame(NamedTuple):
+    """One frame as it came in; the descriptors are the taker's to close."""
+
+    header: Header
+    note: bytes
+    payload: bytes
+    fds: tuple[int, ...]
+
+
+class _Chunk(NamedTuple):
+    data: memoryview
+    fds: tuple[int, ...]
+
+
+class Connection:
+    """A non-blocking stream of frames.
+
+    Args:
+        sock: a connected stream socket, owned from now on.
+        on_blocked: called once when output begins to queue, so that somebody watches for room.
+
+    Attributes:
+        peer: the other end's rank, None until it has said HELLO.
+        said_bye: whether the peer has said goodbye.
+        ended: whether the end of the peer's stream was read.
+    """
+
+    def __init__(self, sock: socket.socket, on_blocked: Callable[[Connection], None]) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.peer: int | None = None
+        self.said_bye = False
+        self.ended = False
+        self._passes_fds = sock.family == socket.AF_UNIX
+        self._on_blocked = on_blocked
+        self._lock = threading.Lock()
+        self._out: deque[_Chunk] = deque()
+        self._half_close = False
+        self._broken = False
+        self._in = bytearray()
+        self._in_fds: deque[int] = deque()
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self.sock.fileno()
+
+    # -- out -------------------------------------------------------------------------------------
+
+    def send(
+        self, header: Header, note: bytes = b"", payload: bytes = b"", fds: Sequence[int] = ()
+    ) -> None:
+        """Send one frame, now or as soon as the socket takes it; returns at once.
+
+        To a peer that is gone nothing is sent and nothing is raised: only the reading side decides
+        that a peer is dead.
+
+        Raises:
+            ProtocolError: descriptors over a connection that cannot carry them.
+        """
+        if fds and not self._passes_fds:
+            raise ProtocolError(f"{len(fds)} file descriptors over a connection between servers")
+        data = header.pack(len(note), len(fds)) + note + payload
+        with self._lock:
+            if self._broken or self._half_close:
+                return
+            sent = 0 if self._out else self._write(data, fds)
+            if sent == len(data) or self._broken:
+                return
+            kept = () if sent else tuple(os.dup(fd) for fd in fds)
+            self._out.append(_Chunk(memoryview(data)[sent:], kept))
+            first = len(self._out) == 1
+        if first:
+            self._on_blocked(self)
+
+    def flush(self) -> bool:
+        """Write what is queued as far as it goes; True when nothing is left."""
+        with self._lock:
+            while self._out and not self._broken:
+                chunk = self._out[0]
+                sent = self._write(chunk.data, chunk.fds)
+                if sent == 0 and not self._broken:
+                    return False
+                _close_all(chunk.fds)
+                if sent < len(chunk.data) and not self._broken:
+                    self._out[0] = _Chunk(chunk.data[sent:], ())
+                    return False
+                self._out.popleft()
+            self._drop_output()
+            if self._half_close:
+                self._shut_writes()
+        return True
+
+    def finish_writes(self) -> None:
+        """Send nothing more after what is queued: the peer then reads an end of file."""
+        with self._lock:
+            self._half_close = True
+            if not self._out:
+                self._shut_writes()
+
+    @property
+    def flushed(self) -> bool:
+        """Whether no output is queued."""
+        return not self._out
+
+    def _write(self, data: bytes | memoryview, fds: Sequence[int]) -> int:
+        try:
+            if not fds:
+                return self.sock.send(data)
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))
+            return self.sock.sendmsg([data], [rights])
+        except BlockingIOError:
+            return 0
+        except _GONE:
+            self._broken = True
+            return 0
+
+    def _shut_writes(self) -> None:
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:  # the peer was faster; its end of file is read as usual
+            self._broken = True
+
+    def _drop_output(self) -> None:
+        for chunk in self._out:
+            _close_all(chunk.fds)
+        self._out.clear()
+
+    # -- in --------------------------------------------------------------------------------------
+
+    def read(self) -> Iterator[Frame]:
+        """The frames that have arrived; sets `ended` at the end of the stream. Never blocks.
+
+        Raises:
+            ProtocolError: the bytes are no frames of this protocol.
+        """
+        data = self._receive()
+        if self._in:
+            self._in += data
+            data = bytes(self._in)
+            self._in.clear()
+        view = memoryview(data)
+        at = 0
+        while len(data) - at >= HEADER_BYTES:
+            header = Header.unpack(view[at : at + HEADER_BYTES])
+            body, end = at + HEADER_BYTES, at + HEADER_BYTES + header.body_bytes
+            if end > len(data):
+                break
+            split = body + header.note_bytes
+            yield Frame(header, data[body:split], data[split:end], self._take_fds(header.fds))
+            at = end
+        self._in += view[at:]
+
+    def _receive(self) -> bytes:
+        while True:
+            try:
+                if not self._passes_fds:
+                    data = self.sock.recv(_READ_BYTES)
+                else:
+                    data = self._receive_with_fds()
+            except BlockingIOError:
+                return b""
+            except ConnectionResetError:
+                # A Unix peer that closed with unread data resets us first; what it had sent
+                # before, its goodbye included, is still to be read.
+                continue
+            except OSError:
+                data = b""
+            self.ended = not data
+            return data
+
+    def _receive_with_fds(self) -> bytes:
+        space = socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize)
+        data, ancillary, _, _ = self.sock.recvmsg(_READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, raw in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array("i")
+                fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+                self._in_fds.extend(fds)
+        return data
+
+    def _take_fds(self, count: int) -> tuple[int, ...]:
+        if count > len(self._in_fds):
+            raise ProtocolError(f"a frame announces {count} descriptors, {len(self._in_fds)} came")
+        return tuple(self._in_fds.popleft() for _ in range(count))
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took. Silent when done before."""
+        with self._lock:
+            self._broken = True
+            self._drop_output()
+            self.sock.close()
+        _close_all(self._in_fds)
+        self._in_fds.clear()
+
+
+def _close_all(fds: Sequence[int] | deque[int]) -> None:
+    for fd in fds:
+        os.close(fd)

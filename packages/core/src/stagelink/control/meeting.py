@@ -1,0 +1,190 @@
+"""How two ranks become connected: listen, find the address, dial, say HELLO, be judged.
+
+Within a server the connection is a Unix stream socket at an abstract address, across servers TCP.
+The lower rank of a pair dials. A connection counts only after both ends have said HELLO with the
+job's token; whoever comes without it is logged and dropped, and harms nobody.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from stagelink.control.plane import Plane, decode, encode
+from stagelink.errors import ConnectError, DisagreementError, ProtocolError
+from stagelink.transport.header import VERSION, Header, MessageKind
+from stagelink.transport.host import address_of
+
+if TYPE_CHECKING:
+    from stagelink.control.connection import Connection, Frame
+    from stagelink.control.rendezvous import Rendezvous
+    from stagelink.transport.contract import Deadline
+
+__all__ = ["Meeting"]
+
+logger = logging.getLogger("stagelink")
+_BACKLOG = 4096
+_USER_TIMEOUT_MS = 10_000
+_UNIX = sys.platform == "linux"  # abstract addresses and peer credentials
+
+
+class Meeting:
+    """Connects one rank's plane to its peers.
+
+    Args:
+        plane: where the connections go.
+        rendezvous: where addresses are found.
+        greeting: what HELLO says besides rank and token, as JSON-able values.
+        judge: called with a peer's rank and greeting before it is accepted; raises to refuse it,
+            which fails the handler.
+        server: name of this rank's server.
+        interface: network interface to listen on for ranks of other servers.
+    """
+
+    def __init__(
+        self,
+        plane: Plane,
+        rendezvous: Rendezvous,
+        greeting: Mapping[str, Any],
+        judge: Callable[[int, dict[str, Any]], None],
+        server: str,
+        interface: str | None,
+    ) -> None:
+        self._plane = plane
+        self._rendezvous = rendezvous
+        self._judge = judge
+        self._server = server
+        self._interface = interface
+        self._token = rendezvous.token()
+        self._hello = encode({"rank": plane.rank, "token": self._token, "greeting": greeting})
+        self._dialled: dict[Connection, int] = {}
+        self._expected: frozenset[int] = frozenset()
+        self.greetings: dict[int, dict[str, Any]] = {}
+        plane.handle_hello(self._on_hello)
+
+    def meet(self, peers: Iterable[int], deadline: Deadline) -> None:
+        """Connect to every peer; afterwards `greetings` has what each said.
+
+        Raises:
+            ConnectError: some peers did not come by the deadline; they are named.
+            DisagreementError: a peer has another version, or was refused by ``judge``.
+        """
+        self._expected = frozenset(peers)
+        unix = self._listen_unix()
+        self._rendezvous.publish(
+            "unix", {"server": self._server, "wire": VERSION, "address": unix}
+        )
+        addresses = self._rendezvous.read("unix", sorted(self._expected), deadline)
+        for peer, address in addresses.items():
+            _check_wire(self._plane.rank, peer, address["wire"])
+        near = {p for p, a in addresses.items() if a["server"] == self._server and _UNIX}
+        far = self._expected - near
+        if far:
+            self._listen_tcp()
+        for peer in sorted(near):
+            if peer > self._plane.rank:
+                self._dial_unix(peer, addresses[peer]["address"], deadline)
+        self._dial_far([peer for peer in sorted(far) if peer > self._plane.rank], deadline)
+        self._wait_greeted(deadline)
+
+    def _wait_greeted(self, deadline: Deadline) -> None:
+        if self._plane.wait(lambda: self._expected <= self.greetings.keys(), deadline):
+            return
+        late = ", ".join(str(p) for p in sorted(self._expected - self.greetings.keys()))
+        raise ConnectError(
+            f"rank {self._plane.rank}: no answer from rank {late} within {deadline.seconds:g} s, "
+            "though it had published its address"
+        )
+
+    def _listen_unix(self) -> str:
+        if not _UNIX:
+            return ""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        name = f"stagelink-{secrets.token_hex(12)}"
+        listener.bind(f"\0{name}")
+        listener.listen(_BACKLOG)
+        self._plane.listen(listener)
+        return name
+
+    def _listen_tcp(self) -> None:
+        host = address_of(self._interface)
+        listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        self._plane.listen(listener)
+        self._rendezvous.publish("tcp", {"host": host, "port": listener.getsockname()[1]})
+
+    def _dial_unix(self, peer: int, name: str, deadline: Deadline) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._dial(sock, peer, f"\0{name}", deadline)
+
+    def _dial_far(self, peers: list[int], deadline: Deadline) -> None:
+        for peer, address in self._rendezvous.read("tcp", peers, deadline).items():
+            family = socket.AF_INET6 if ":" in address["host"] else socket.AF_INET
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            self._dial(sock, peer, (address["host"], address["port"]), deadline)
+
+    def _dial(self, sock: socket.socket, peer: int, address: Any, deadline: Deadline) -> None:
+        sock.settimeout(max(deadline.remaining_s, 0.001))
+        try:
+            sock.connect(address)
+            _tune(sock)
+        except OSError as error:
+            sock.close()
+            raise ConnectError(
+                f"rank {self._plane.rank}: rank {peer} does not answer at {address!r}: {error}"
+            ) from error
+        connection = self._plane.adopt(sock, lambda c: self._dialled.__setitem__(c, peer))
+        connection.send(Header(MessageKind.HELLO), self._hello)
+
+    def _on_hello(self, connection: Connection, frame: Frame) -> None:
+        fields = decode(frame)
+        expected = self._dialled.get(connection)
+        if not hmac.compare_digest(str(fields.get("token")), self._token):
+            raise ProtocolError("HELLO without this job's token")
+        _check_credentials(connection.sock)
+        peer = fields.get("rank")
+        if peer not in self._expected or peer in self.greetings or expected not in (None, peer):
+            raise ProtocolError(f"HELLO from rank {peer!r}, which is not expected here")
+        if expected is None:
+            _tune(connection.sock)
+            connection.send(Header(MessageKind.HELLO), self._hello)
+        self._plane.introduce(connection, peer)
+        self._judge(peer, fields["greeting"])
+        with self._plane.lock:
+            self.greetings[peer] = fields["greeting"]
+
+
+def _check_wire(rank: int, peer: int, wire: int) -> None:
+    if wire != VERSION:
+        raise DisagreementError(
+            f"rank {rank} speaks wire version {VERSION}, rank {peer} {wire}; install one version of "
+            "stagelink everywhere"
+        )
+
+
+def _check_credentials(sock: socket.socket) -> None:
+    if not (_UNIX and sock.family == socket.AF_UNIX):
+        return
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    if uid not in (os.getuid(), 0):
+        raise ProtocolError(f"HELLO from process {pid} of another user ({uid})")
+
+
+def _tune(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # A cut cable gives no end of file: unacknowledged data and probes must.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

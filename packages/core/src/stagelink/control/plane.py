@@ -1,0 +1,479 @@
+"""The control plane of one rank: its connections, who reads them, and what every frame means.
+
+There is one reading loop, one table from message kind to handler, and one place where a peer is
+declared dead. Core's upper layers add their kinds to the table; handlers run on the reading
+thread, so they return at once and take `Plane.lock` for what callers look at.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from stagelink.control.connection import Connection, Frame
+from stagelink.control.turns import Turns
+from stagelink.errors import (
+    AbortedError,
+    ClosedError,
+    ForkedError,
+    PeerClosedError,
+    PeerLostError,
+    ProtocolError,
+    StagelinkError,
+    TransportError,
+)
+from stagelink.transport.contract import Deadline
+from stagelink.transport.header import Header, MessageKind
+
+__all__ = ["MessageHandler", "Plane", "decode", "decode_text", "encode"]
+
+MessageHandler = Callable[[int, Frame], None]
+"""What a kind of message does: called with the peer's rank and the frame, on the reading thread."""
+
+logger = logging.getLogger("stagelink")
+_ABORT_FLUSH_S = 1.0
+_planes: weakref.WeakSet[Plane] = weakref.WeakSet()
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """A message's fields as the note of its frame."""
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def decode(frame: Frame) -> dict[str, Any]:
+    """The fields of a frame's note.
+
+    Raises:
+        ProtocolError: it is no JSON object.
+    """
+    return decode_text(frame.note)
+
+
+def decode_text(text: str | bytes) -> dict[str, Any]:
+    """What `encode` made.
+
+    Raises:
+        ProtocolError: it is no JSON object.
+    """
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ProtocolError(f"damaged message: {error}") from None
+    if not isinstance(fields, dict):
+        raise ProtocolError("damaged message: no object")
+    return fields
+
+
+class Plane:
+    """Connections, reading, dispatch, failure and goodbye.
+
+    Args:
+        rank: this rank.
+        spin_s: seconds that a waiting caller polls before it blocks.
+
+    Attributes:
+        lock: guards what handlers change and waiting callers look at.
+        failure: what failed this handler, or None.
+        cause: what other ranks are told of it: the ``rank`` where it began and its ``text``.
+        gone: peers that said goodbye.
+    """
+
+    def __init__(self, rank: int, spin_s: float = 0.0) -> None:
+        self.rank = rank
+        self.failure: StagelinkError | None = None
+        self.cause: dict[str, Any] = {}
+        self.gone: set[int] = set()
+        self.spin_s = spin_s
+        self._connections: dict[int, Connection] = {}
+        self._strangers: set[Connection] = set()
+        self._listeners: list[socket.socket] = []
+        self._handlers: dict[MessageKind, MessageHandler] = {
+            MessageKind.ABORT: self._on_abort,
+            MessageKind.BYE: self._on_bye,
+        }
+        self._on_hello: Callable[[Connection, Frame], None] | None = None
+        self._on_failure: list[Callable[[StagelinkError], None]] = []
+        self._reported = False
+        self._closing = False
+        self._closed = False
+        self._forked = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._on_poke)
+        self.turns = Turns(self._read_turn, self._poke, f"stagelink-reader-{rank}")
+        self.lock = self.turns.lock
+        self.changed = self.turns.changed
+        _planes.add(self)
+
+    # -- for the upper layers
+    # ----------------------------------------------------------------------
+
+    def handle(self, kind: MessageKind, handler: MessageHandler) -> None:
+        """Add one kind of message to the table; before connecting."""
+        self._handlers[kind] = handler
+
+    def handle_hello(self, handler: Callable[[Connection, Frame], None]) -> None:
+        """Who judges the first frame of a new connection, before its peer is known."""
+        self._on_hello = handler
+
+    def on_failure(self, callback: Callable[[StagelinkError], None]) -> None:
+        """Call back once when the handler fails; on any thread, must return at once."""
+        self._on_failure.append(callback)
+
+    def start(self) -> None:
+        """Start the stand-by reader."""
+        self.turns.start()
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections on a listening socket, owned from now on."""
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._selector.register(
+            listener, selectors.EVENT_READ, partial(self._on_listener, listener)
+        )
+
+    def adopt(
+        self, sock: socket.socket, known: Callable[[Connection], None] | None = None
+    ) -> Connection:
+        """Read from a connected socket, owned from now on; its peer is unknown until HELLO.
+
+        ``known`` is called with the connection before anything is read from it.
+        """
+        connection = Connection(sock, self._watch_writes)
+        with self.lock:
+            self._strangers.add(connection)
+        if known is not None:
+            known(connection)
+        self._selector.register(
+            sock, selectors.EVENT_READ, partial(self._on_connection, connection)
+        )
+        return connection
+
+    def introduce(self, connection: Connection, peer: int) -> None:
+        """The connection's peer is known and trusted from now on."""
+        with self.lock:
+            self._strangers.discard(connection)
+            connection.peer = peer
+            self._connections[peer] = connection
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection and forget it."""
+        with self.lock:
+            self._strangers.discard(connection)
+            if connection.sock.fileno() >= 0:
+                self._selector.unregister(connection.sock)
+            connection.close()
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks that this one is or was connected to."""
+        return tuple(self._connections)
+
+    def post(
+        self, peer: int, header: Header, note: bytes = b"", payload: bytes = b"", fds: Any = ()
+    ) -> None:
+        """Send one frame to a peer; returns at once, and says nothing where the peer is gone."""
+        self._connections[peer].send(header, note, payload, fds)
+
+    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        """Block until ``ready()``, asked with `lock` held, is true; False when time ran out.
+
+        Raises:
+            StagelinkError: as `check`, at once when it happens during the wait.
+        """
+        return self._wait(ready, deadline, self.check)
+
+    def wait_while_closing(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        """As `wait`, for what still has to end while the handler is being closed."""
+        return self._wait(ready, deadline, self.check_failure)
+
+    def _wait(
+        self, ready: Callable[[], bool], deadline: Deadline, check: Callable[[], None]
+    ) -> bool:
+        def look() -> bool:
+            check()
+            return ready()
+
+        check()  # before the lock: in a forked child nobody may ever release it
+        return self.turns.wait(look, deadline)
+
+    def check(self) -> None:
+        """Raise if this handler can no longer be used.
+
+        Raises:
+            ForkedError: this process was forked from the one that connected.
+            StagelinkError: the failure, as a fresh exception with the same cause.
+            ClosedError: it was closed.
+        """
+        self.check_failure()
+        if self._closing:
+            raise ClosedError(f"rank {self.rank} is closed")
+
+    def check_failure(self) -> None:
+        """As `check`, but fine with a handler that is being closed."""
+        if self._forked:
+            raise ForkedError(
+                f"rank {self.rank} was opened in process {os.getppid()}, this is its fork "
+                f"{os.getpid()}; connect again here, or start workers by spawn"
+            )
+        if self.failure is not None:
+            self._reported = True
+            raise _again(self.failure) from self.failure.__cause__
+
+    def check_here(self, peer: int, awaited: str) -> bool:
+        """False while the peer is here; for use in a ``ready``.
+
+        Raises:
+            PeerClosedError: the peer said goodbye, so what is awaited from it can never come.
+        """
+        if peer in self.gone:
+            raise PeerClosedError(f"rank {self.rank}: peer rank {peer} closed; {awaited} expected")
+        return False
+
+    def check_reported(self) -> None:
+        """Raise a failure that no caller has been told of yet."""
+        if not self._reported:
+            self.check_failure()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that connected."""
+        return self._forked
+
+    # -- reading
+    # -----------------------------------------------------------------------------------
+
+    def _read_turn(self, timeout: float | None) -> None:
+        try:
+            self._read(timeout)
+        except StagelinkError as error:
+            self.fail(error)
+        except Exception as error:
+            wrapped = TransportError(f"rank {self.rank} failed while reading: {error!r}")
+            wrapped.__cause__ = error
+            self.fail(wrapped)
+        except BaseException as error:
+            stopped = AbortedError(f"rank {self.rank} was stopped by {type(error).__name__}")
+            stopped.__cause__ = error
+            self.fail(stopped)
+            raise
+
+    def _read(self, timeout: float | None) -> None:
+        events = self._selector.select(0)
+        if not events and timeout is not None and self.spin_s:
+            until = time.monotonic() + min(self.spin_s, timeout)
+            while not events and time.monotonic() < until:
+                events = self._selector.select(0)
+        for key, mask in events or self._selector.select(timeout):
+            key.data(mask)
+
+    def _poke(self) -> None:
+        try:
+            self._wake_out.send(b"\0")
+        except (BlockingIOError, OSError):  # full means that a wake-up is under way already
+            return
+
+    def _on_poke(self, mask: int) -> None:
+        del mask
+        try:
+            self._wake_in.recv(4096)
+        except BlockingIOError:
+            return
+
+    def _on_listener(self, listener: socket.socket, mask: int) -> None:
+        del mask
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            logger.warning("rank %d: a connection was not accepted: %s", self.rank, error)
+            return
+        self.adopt(sock)
+
+    def _watch_writes(self, connection: Connection) -> None:
+        with self.lock:
+            if connection.sock.fileno() >= 0:
+                self._selector.modify(
+                    connection.sock,
+                    selectors.EVENT_READ | selectors.EVENT_WRITE,
+                    partial(self._on_connection, connection),
+                )
+
+    def _on_connection(self, connection: Connection, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE and connection.flush():
+            with self.lock:
+                self._selector.modify(
+                    connection.sock,
+                    selectors.EVENT_READ,
+                    partial(self._on_connection, connection),
+                )
+            self.changed()
+        if mask & selectors.EVENT_READ:
+            try:
+                for frame in connection.read():
+                    self._dispatch(connection, frame)
+            except ProtocolError as error:
+                self._bad_bytes(connection, error)
+                return
+            if connection.ended:
+                self._on_end(connection)
+
+    def _dispatch(self, connection: Connection, frame: Frame) -> None:
+        if connection.peer is None or frame.header.kind is MessageKind.HELLO:
+            if self._on_hello is None or frame.header.kind is not MessageKind.HELLO:
+                raise ProtocolError(f"{frame.header.kind.name} before HELLO")
+            self._on_hello(connection, frame)
+            return
+        handler = self._handlers.get(frame.header.kind)
+        if handler is None:
+            raise ProtocolError(
+                f"rank {connection.peer} sent {frame.header.kind.name} out of place"
+            )
+        handler(connection.peer, frame)
+
+    def _bad_bytes(self, connection: Connection, error: ProtocolError) -> None:
+        if connection.peer is None:
+            logger.warning("rank %d: a stranger was refused: %s", self.rank, error)
+            self.drop(connection)
+            return
+        self.drop(connection)
+        raise ProtocolError(f"rank {self.rank}: from rank {connection.peer}: {error}") from error
+
+    # -- death and goodbye
+    # -------------------------------------------------------------------------
+
+    def _on_end(self, connection: Connection) -> None:
+        """The one place where a death is decided: an end of file without a goodbye."""
+        self.drop(connection)
+        peer = connection.peer
+        if peer is not None and not connection.said_bye and not self._closing and not self.failure:
+            raise PeerLostError(
+                f"rank {peer} died: its connection to rank {self.rank} ended without a goodbye"
+            )
+        self.changed()
+
+    def _on_bye(self, peer: int, frame: Frame) -> None:
+        del frame
+        with self.lock:
+            connection = self._connections[peer]
+            connection.said_bye = True
+            self.gone.add(peer)
+        # Nothing that is sent from now on would be read: let the peer's close see our end at once.
+        connection.finish_writes()
+        self.changed()
+
+    def _on_abort(self, peer: int, frame: Frame) -> None:
+        self.fail_as_told(decode(frame), told_by=peer)
+
+    def fail(
+        self,
+        error: StagelinkError,
+        *,
+        origin: int | None = None,
+        text: str | None = None,
+        told_by: int | None = None,
+    ) -> None:
+        """Poison this handler and tell every rank; the first failure stays. Returns at once.
+
+        Args:
+            error: what every later call on this rank raises.
+            origin: the rank where it began; None: here.
+            text: what the other ranks are told; None: the error's own text.
+            told_by: the peer that told us, which need not hear it again.
+        """
+        with self.lock:
+            if self.failure is not None or self._closed:
+                return
+            self.failure = error
+            self.cause = {
+                "rank": self.rank if origin is None else origin,
+                "text": str(error) if text is None else text,
+            }
+        for peer, connection in self._connections.items():
+            if peer != told_by:
+                connection.send(Header(MessageKind.ABORT), encode(self.cause))
+        for callback in self._on_failure:
+            callback(error)
+        self.changed()
+
+    def fail_as_told(self, cause: Mapping[str, Any], told_by: int | None = None) -> None:
+        """Fail with the cause of another rank's failure, see `cause`."""
+        origin, text = cause.get("rank"), str(cause.get("text"))
+        told = AbortedError(f"rank {origin} reports: {text}")
+        self.fail(told, origin=origin, text=text, told_by=told_by)
+
+    def start_closing(self) -> bool:
+        """From now on every caller's wait ends with ClosedError; False if it was closed before."""
+        with self.lock:
+            if self._closing:
+                return False
+            self._closing = True
+        self.changed()
+        return True
+
+    def close(self, deadline: Deadline) -> None:
+        """Say goodbye, read every peer to its end, and give everything back, by the deadline.
+
+        A failed handler only makes sure, for at most a second, that its ABORT is out.
+        """
+        if self._forked:
+            return
+        connections = tuple(self._connections.values())
+        if self.failure is None:
+            for connection in connections:
+                connection.send(Header(MessageKind.BYE))
+        for connection in connections:
+            connection.finish_writes()
+        if self.failure is None:
+            self.turns.wait(lambda: all(c.ended for c in connections), deadline)
+        else:
+            patience = Deadline(min(_ABORT_FLUSH_S, deadline.remaining_s))
+            self.turns.wait(lambda: all(c.flushed or c.ended for c in connections), patience)
+        self.turns.stop()
+        self._release()
+
+    def _release(self) -> None:
+        with self.lock:
+            self._closed = True
+            for connection in (*self._connections.values(), *self._strangers):
+                connection.close()
+            for sock in (*self._listeners, self._wake_in, self._wake_out):
+                sock.close()
+            self._selector.close()
+            _planes.discard(self)
+
+    def _after_fork(self) -> None:
+        # The child must not keep the parent's connections open, nor speak on them.
+        self._forked = True
+        self.turns.lock = self.lock = threading.RLock()
+        for connection in (*self._connections.values(), *self._strangers):
+            connection.sock.close()
+        for sock in (*self._listeners, self._wake_in, self._wake_out):
+            sock.close()
+        self._selector.close()
+
+
+def _again(error: StagelinkError) -> StagelinkError:
+    """The same error as a new object: one raised from two threads would mix their tracebacks."""
+    fresh = type(error).__new__(type(error), *error.args)
+    fresh.args = error.args
+    fresh.__dict__.update(error.__dict__)
+    return fresh
+
+
+def _forget_in_child() -> None:
+    for plane in tuple(_planes):
+        plane._after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,123 @@
+"""Small values over all ranks, by a spanning tree of the control connections.
+
+Every rank adds its children's values to its own in a fixed order and hands the result to its
+parent; the root's result comes back down. Sums of floats are therefore the same on every rank and
+in every run.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from stagelink.errors import DeadlineError, ProtocolError
+from stagelink.transport.header import Direction, Header, MessageKind
+
+if TYPE_CHECKING:
+    from stagelink.control.connection import Frame
+    from stagelink.control.plane import Plane
+    from stagelink.transport.contract import Deadline
+
+__all__ = ["Reducer", "Tree", "spanning_tree"]
+
+_COMBINE: dict[str, Callable[[float, float], float]] = {
+    "sum": lambda a, b: a + b,
+    "max": max,
+    "min": min,
+}
+
+
+class Tree:
+    """A rank's place in the spanning tree: its parent (None for the root) and its children."""
+
+    def __init__(self, parent: int | None, children: tuple[int, ...]) -> None:
+        self.parent = parent
+        self.children = children
+
+
+def spanning_tree(neighbours: Mapping[int, Sequence[int]], rank: int) -> Tree:
+    """The breadth-first tree from rank 0 over the connected pairs; every rank computes the same."""
+    parent: dict[int, int | None] = {0: None}
+    queue = deque([0])
+    while queue:
+        here = queue.popleft()
+        for there in neighbours[here]:
+            if there not in parent:
+                parent[there] = here
+                queue.append(there)
+    return Tree(parent[rank], tuple(sorted(r for r, p in parent.items() if p == rank)))
+
+
+class Reducer:
+    """Reductions of one rank, numbered in the order of the calls.
+
+    Args:
+        plane: this rank's control plane.
+        tree: this rank's place.
+    """
+
+    def __init__(self, plane: Plane, tree: Tree) -> None:
+        self._plane = plane
+        self._tree = tree
+        self._round = 0
+        self._arrived: dict[tuple[int, Direction, int], tuple[float, ...]] = {}
+        plane.handle(MessageKind.REDUCE, self._on_reduce)
+
+    def reduce(self, values: Sequence[float], op: str, deadline: Deadline) -> list[float]:
+        """Combine every rank's values element by element; blocks until all ranks have called.
+
+        Args:
+            values: the same number on every rank.
+            op: ``"sum"``, ``"max"`` or ``"min"``.
+            deadline: for the whole reduction.
+
+        Raises:
+            DeadlineError: a rank did not take part; it is named.
+            ProtocolError: a rank gave another number of values.
+        """
+        combine = _COMBINE[op]
+        number, self._round = self._round, self._round + 1
+        total = [float(value) for value in values]
+        for child in self._tree.children:
+            theirs = self._take(child, Direction.FORWARD, number, len(total), deadline)
+            total = [combine(a, b) for a, b in zip(total, theirs, strict=True)]
+        parent = self._tree.parent
+        if parent is not None:
+            self._send(parent, Direction.FORWARD, number, total)
+            total = list(self._take(parent, Direction.BACKWARD, number, len(total), deadline))
+        for child in self._tree.children:
+            self._send(child, Direction.BACKWARD, number, total)
+        return total
+
+    def _send(self, peer: int, direction: Direction, number: int, values: list[float]) -> None:
+        header = Header(MessageKind.REDUCE, direction, sequence=number)
+        self._plane.post(peer, header, struct.pack(f"<{len(values)}d", *values))
+
+    def _take(
+        self, peer: int, direction: Direction, number: int, count: int, deadline: Deadline
+    ) -> tuple[float, ...]:
+        key = (peer, direction, number)
+        rank = self._plane.rank
+
+        def arrived() -> bool:
+            return key in self._arrived or self._plane.check_here(peer, f"reduction {number}")
+
+        if not self._plane.wait(arrived, deadline):
+            raise DeadlineError(
+                f"rank {rank}: rank {peer} did not take part in reduction {number} within "
+                f"{deadline.seconds:g} s"
+            )
+        values = self._arrived.pop(key)
+        if len(values) != count:
+            raise ProtocolError(
+                f"reduction {number}: {count} values on rank {rank}, {len(values)} from rank {peer}"
+            )
+        return values
+
+    def _on_reduce(self, peer: int, frame: Frame) -> None:
+        header = frame.header
+        values = tuple(value for (value,) in struct.iter_unpack("<d", frame.note))
+        with self._plane.lock:
+            self._arrived[peer, header.direction, header.sequence] = values

@@ -1,0 +1,136 @@
+"""Reading is a role: at any moment at most one thread reads, and it reads for everybody.
+
+A caller that waits for something takes the role, so what it waits for reaches it without a change
+of threads. While no caller waits, a stand-by thread has the role; it comes in only when nobody has
+read for a moment, so callers that wait often do not pay for handing the role back and forth.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from stagelink.transport.contract import Deadline
+
+__all__ = ["Turns"]
+
+_GRACE_S = 0.001
+_LOOK_S = 1.0
+_LONG_S = 2.0
+
+
+class Turns:
+    """Who reads when.
+
+    Args:
+        read: reads and dispatches what is there, blocking up to the given seconds (None: without
+            bound) for something to come. Called by one thread at a time, without the lock.
+        poke: makes a blocked ``read`` return.
+        name: of the stand-by thread.
+
+    Attributes:
+        lock: guards everything that a ``ready`` looks at.
+        on_long_wait: called about once a second, with the lock held, in a wait that has taken
+            long.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[float | None], None],
+        poke: Callable[[], None],
+        name: str,
+    ) -> None:
+        self.lock = threading.RLock()
+        self._read = read
+        self._poke = poke
+        self._changed = threading.Condition(self.lock)
+        self._idle = threading.Condition(self.lock)
+        self._waiting = 0
+        self._callers_turn = False
+        self._standbys_turn = False
+        self._parked = False
+        self._stopped = False
+        self._last_turn = 0.0
+        self.on_long_wait: Callable[[], None] | None = None
+        self._standby = threading.Thread(target=self._stand_by, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the stand-by thread."""
+        self._standby.start()
+
+    def stop(self) -> None:
+        """End the stand-by thread and wait for it; callers that still wait go on by themselves."""
+        with self.lock:
+            self._stopped = True
+            self._idle.notify()
+        self._poke()
+        if self._standby.is_alive() and threading.current_thread() is not self._standby:
+            self._standby.join()
+
+    def changed(self) -> None:
+        """Have every waiting caller look again; from any thread, returns at once."""
+        with self.lock:
+            if self._waiting:
+                self._changed.notify_all()
+            if self._callers_turn:
+                self._poke()
+
+    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        """Block until ``ready()``, asked with the lock held, is true; False when time ran out.
+
+        Signals interrupt it. An exception out of reading or out of ``ready`` ends it.
+        """
+        with self.lock:
+            if ready():
+                return True
+            self._waiting += 1
+            try:
+                return self._wait(ready, deadline)
+            finally:
+                self._waiting -= 1
+                if not self._waiting and self._parked:
+                    self._idle.notify()
+
+    def _wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        long_from = time.monotonic() + _LONG_S
+        while not deadline.passed:
+            step = min(deadline.remaining_s, _LOOK_S)
+            if not (self._callers_turn or self._standbys_turn):
+                self._callers_turn = True
+                self._turn(step)
+            else:
+                if self._standbys_turn:
+                    self._poke()
+                self._changed.wait(step)
+            if ready():
+                return True
+            if self.on_long_wait is not None and time.monotonic() > long_from:
+                self.on_long_wait()
+        return False
+
+    def _turn(self, step: float | None) -> None:
+        self.lock.release()
+        try:
+            self._read(step)
+        finally:
+            self.lock.acquire()
+            if self._callers_turn:
+                self._last_turn = time.monotonic()
+            self._callers_turn = self._standbys_turn = False
+            if self._waiting:
+                self._changed.notify_all()
+
+    def _stand_by(self) -> None:
+        with self.lock:
+            while not self._stopped:
+                nap = self._last_turn + _GRACE_S - time.monotonic()
+                if self._waiting or self._callers_turn:
+                    self._parked = True
+                    self._idle.wait()
+                    self._parked = False
+                elif nap > 0:
+                    self._idle.wait(nap)
+                else:
+                    self._standbys_turn = True
+                    self._turn(None)

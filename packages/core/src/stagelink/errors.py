@@ -1,0 +1,128 @@
+"""Every error stagelink raises, under one base.
+
+A leaf also inherits the standard type that a caller would think of catching, so
+``except TimeoutError`` and ``except stagelink.DeadlineError`` both work.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AbortedError",
+    "ClosedError",
+    "ConnectError",
+    "DeadlineError",
+    "DisagreementError",
+    "ForkedError",
+    "MessageError",
+    "MessageTypeError",
+    "NoTransportError",
+    "PeerClosedError",
+    "PeerLostError",
+    "PlanError",
+    "PluginError",
+    "ProtocolError",
+    "RankTakenError",
+    "RefusedError",
+    "StagelinkError",
+    "TransportError",
+    "UnknownTransportError",
+    "UsageError",
+    "VerificationError",
+]
+
+
+class StagelinkError(Exception):
+    """Base of every error of this library."""
+
+
+class PlanError(StagelinkError, ValueError):
+    """The plan, or an argument that must fit it, is wrong; nothing was started.
+
+    The text has one line per problem: where in the file, what was found, what is allowed.
+    """
+
+
+class VerificationError(PlanError):
+    """The plan is well-formed, but its schedule cannot run: it waits in a circle or needs too
+    much.
+
+    The text names the ranks, actions and microbatches of the circle.
+    """
+
+
+class PluginError(StagelinkError, RuntimeError):
+    """A plugin that was asked for is broken; the text names distribution, entry point and cause."""
+
+
+class UnknownTransportError(PluginError, LookupError):
+    """No installed plugin provides the transport that was asked for; the text lists those known."""
+
+
+class NoTransportError(StagelinkError, RuntimeError):
+    """No transport that the rules allow can carry a link; the text gives each one's reason."""
+
+
+class ConnectError(StagelinkError, ConnectionError):
+    """The ranks could not be brought together: no answer, a port in use, a refused connection."""
+
+
+class RankTakenError(ConnectError):
+    """Another process already holds this rank in this run."""
+
+
+class DisagreementError(ConnectError, ValueError):
+    """Two ranks hold different ideas of version, plan, transports, mode or count.
+
+    The text names the field and both values; both ranks get it.
+    """
+
+
+class MessageError(StagelinkError, ValueError):
+    """One message breaks its contract (dtype, shape, layout); nothing of it was sent.
+
+    The handler goes on: the next message works.
+    """
+
+
+class MessageTypeError(MessageError, TypeError):
+    """Something that is not a tensor (nor None) was to be sent."""
+
+
+class RefusedError(MessageError):
+    """The peer could not send the message that is waited for; the text is the peer's own error."""
+
+
+class UsageError(StagelinkError, RuntimeError):
+    """A call out of place: a microbatch of another replica, a session that was left, a second receive."""
+
+
+class DeadlineError(StagelinkError, TimeoutError):
+    """A wait ran out of time; the text says who waited for whom, for what, and how long."""
+
+
+class TransportError(StagelinkError, RuntimeError):
+    """A transport failed; the foreign exception is the cause (``__cause__``)."""
+
+
+class ProtocolError(StagelinkError, ConnectionError):
+    """A peer sent bytes that are no message of this protocol, or one that cannot be now."""
+
+
+class PeerClosedError(StagelinkError, EOFError):
+    """The peer said goodbye, or left the session, before the message that is waited for."""
+
+
+class PeerLostError(StagelinkError, ConnectionError):
+    """The peer's connection ended without a goodbye: its process died or its server is gone."""
+
+
+class AbortedError(StagelinkError, RuntimeError):
+    """Another rank failed and told everybody; the text has its rank and its error's text."""
+
+
+class ClosedError(StagelinkError, RuntimeError):
+    """The handler was closed (or is being closed) in this process."""
+
+
+class ForkedError(ClosedError):
+    """The handler belongs to another process: this one was forked from it."""

@@ -1,0 +1,1 @@
+"""The handler: links, windows, sessions, and the messages between them."""

@@ -1,0 +1,123 @@
+"""A tensor into a message and out again: what is checked before anything leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from stagelink.errors import MessageError
+from stagelink.exchange.link import SendJob
+from stagelink.transport.header import Direction, Flag, Header, MessageKind
+from stagelink.transport.payload import dtype_of, from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagelink.exchange.inbox import Arrival, Key
+    from stagelink.exchange.mail import WayOut
+    from stagelink.plan import Edge
+
+__all__ = ["check_contract", "check_gradient", "seal", "unseal"]
+
+
+def seal(
+    ways: Sequence[WayOut],
+    key: Key,
+    tensor: torch.Tensor | None,
+    check: Callable[[torch.Tensor], None],
+    *,
+    trains: bool,
+) -> SendJob:
+    """The message for a tensor, or the NONE message for None.
+
+    The payload shares the tensor's memory where that is contiguous.
+
+    Args:
+        ways: where it goes; all ways of one tensor in one direction.
+        key: what it is, on the first of them.
+        tensor: what is to be sent.
+        check: raises where the tensor breaks its contract.
+        trains: whether gradients come back in this session.
+
+    Raises:
+        MessageError: the tensor cannot be sent, breaks its contract, or the transport refuses it.
+    """
+    if tensor is None:
+        return SendJob(_header(MessageKind.NONE, key), None)
+    dtype = dtype_of(tensor)
+    check(tensor)
+    _check_carried(ways, dtype.name, tensor.device.type)
+    payload = to_bytes(tensor)
+    forward = key.direction is Direction.FORWARD
+    takes_gradient = forward and trains and ways[0].edge.tensor.grad and tensor.requires_grad
+    header = _header(MessageKind.DATA if forward else MessageKind.GRAD, key)._replace(
+        flags=int(Flag.REQUIRES_GRAD) if takes_gradient else 0,
+        dtype_code=dtype.code,
+        payload_bytes=payload.numel(),
+        shape=tuple(tensor.shape),
+    )
+    return SendJob(header, payload)
+
+
+def _header(kind: MessageKind, key: Key) -> Header:
+    return Header(
+        kind,
+        key.direction,
+        session=key.session,
+        edge=key.edge,
+        microbatch=key.microbatch,
+    )
+
+
+def unseal(arrival: Arrival) -> torch.Tensor | None:
+    """The tensor that arrived, sharing the payload's memory; None where None was sent."""
+    if arrival.payload is None:
+        return None
+    return from_bytes(arrival.payload, arrival.header.dtype, arrival.header.shape)
+
+
+def check_contract(edge: Edge, tensor: torch.Tensor) -> None:
+    """Hold a tensor against what the plan declares for its edge.
+
+    Raises:
+        MessageError: it differs.
+    """
+    declared = edge.tensor
+    got = str(tensor.dtype).removeprefix("torch.")
+    if declared.dtype is not None and got != declared.dtype:
+        raise MessageError(f"the plan declares dtype {declared.dtype}, got {got}")
+    if declared.shape is None:
+        return
+    shape = tuple(tensor.shape)
+    fits = len(shape) == len(declared.shape) and all(
+        want in (-1, size) for want, size in zip(declared.shape, shape, strict=True)
+    )
+    if not fits:
+        raise MessageError(f"the plan declares shape {list(declared.shape)}, got {list(shape)}")
+
+
+def check_gradient(like: Header, gradient: torch.Tensor) -> None:
+    """Hold a gradient against the header of the tensor that it belongs to.
+
+    Raises:
+        MessageError: shape or dtype differ.
+    """
+    got = str(gradient.dtype).removeprefix("torch.")
+    if (tuple(gradient.shape), got) != (like.shape, like.dtype.name):
+        raise MessageError(
+            f"the tensor has shape {list(like.shape)} and dtype {like.dtype.name}, its gradient "
+            f"{list(gradient.shape)} and {got}"
+        )
+
+
+def _check_carried(ways: Sequence[WayOut], dtype: str, device: str) -> None:
+    for way in ways:
+        link = way.link
+        if link.dtypes is not None and dtype not in link.dtypes:
+            raise MessageError(
+                f"transport {link.link.transport!r} carries {', '.join(sorted(link.dtypes))}, not {dtype}"
+            )
+        if device != link.link.device:
+            raise MessageError(
+                f"the tensor is on {device!r}, its stage's device in the plan is {link.link.device!r}"
+            )

@@ -1,0 +1,72 @@
+"""What ``send`` and ``irecv`` give back: something to wait on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagelink.exchange.link import SendJob
+
+__all__ = ["RecvHandle", "SendHandle"]
+
+
+class SendHandle:
+    """A send that may still be under way.
+
+    The tensor must not be changed before it is done if it was sent with ``copy=False``.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[SendJob],
+        wait: Callable[[Callable[[], bool], float | None], None],
+    ) -> None:
+        self._jobs = jobs
+        self._wait = wait
+
+    def done(self) -> bool:
+        """Whether the tensor's memory is the caller's again; never blocks."""
+        return all(job.finished for job in self._jobs)
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Block until `done`.
+
+        Args:
+            deadline_s: seconds to wait at most; None: the plan's ``limits.deadline_s``.
+
+        Raises:
+            DeadlineError: it took longer.
+            PeerClosedError: the session was left before the window let it start.
+            StagelinkError: the handler failed or was closed.
+        """
+        self._wait(self.done, deadline_s)
+
+
+class RecvHandle:
+    """A receive that may still have to wait."""
+
+    def __init__(
+        self, ready: Callable[[], bool], take: Callable[[float | None], torch.Tensor | None]
+    ) -> None:
+        self._ready = ready
+        self._take = take
+        self._taken = False
+        self._value: torch.Tensor | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return without waiting for a peer; never blocks."""
+        return self._taken or self._ready()
+
+    def wait(self, deadline_s: float | None = None) -> torch.Tensor | None:
+        """The tensor, as `Session.recv` gives it; the same object when called again.
+
+        Args:
+            deadline_s: seconds to wait at most; None: the plan's limits.
+        """
+        if not self._taken:
+            self._value = self._take(deadline_s)
+            self._taken = True
+        return self._value

@@ -1,0 +1,116 @@
+"""How the ranks agree on a session: its mode, its number of microbatches, the items of its batch.
+
+Every rank opens its sessions in the same order. The first stage says how many microbatches there
+are; the others may say so too, or learn it from the OPEN of a neighbour. All that say something
+must say the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from stagelink.control.plane import decode, encode
+from stagelink.errors import DisagreementError, ProtocolError
+from stagelink.transport.contract import Deadline
+from stagelink.transport.header import Header, MessageKind
+
+if TYPE_CHECKING:
+    from stagelink.control.connection import Frame
+    from stagelink.control.plane import Plane
+
+__all__ = ["Mode", "Opening", "Openings"]
+
+Mode = Literal["train", "evaluate"]
+
+
+class Opening(NamedTuple):
+    """What is agreed on.
+
+    Attributes:
+        mode: ``"train"`` (gradients come back) or ``"evaluate"`` (forward only).
+        microbatches: how many in the whole pipeline.
+        items: samples in the batch, None where nobody counts.
+    """
+
+    mode: Mode
+    microbatches: int
+    items: int | None
+
+
+class Openings:
+    """The openings of one rank and what its peers say of theirs."""
+
+    def __init__(self, plane: Plane) -> None:
+        self._plane = plane
+        self._mine: dict[int, Opening] = {}
+        self._theirs: defaultdict[int, dict[int, Opening]] = defaultdict(dict)
+        plane.handle(MessageKind.OPEN, self._on_open)
+
+    def open(
+        self, session: int, mode: Mode, microbatches: int | None, items: int | None
+    ) -> Opening:
+        """Open a session and tell the peers; waits only to learn what was left out.
+
+        There is no deadline on that wait: a pipeline may idle for hours. Death, abort and goodbye
+            end it.
+
+        Raises:
+            DisagreementError: a peer opened the same session with other values.
+            PeerClosedError: a peer closed while its opening was waited for.
+        """
+        if microbatches is None:
+            self._plane.wait(lambda: self._heard(session), Deadline(float("inf")))
+            with self._plane.lock:
+                learned = next(iter(self._theirs[session].values()))
+            microbatches, items = learned.microbatches, learned.items if items is None else items
+        mine = Opening(mode, microbatches, items)
+        with self._plane.lock:
+            self._mine[session] = mine
+            heard = dict(self._theirs[session])
+        note = encode(mine._asdict())
+        for peer in self._plane.peers:
+            self._plane.post(peer, Header(MessageKind.OPEN, session=session), note)
+        for peer, theirs in heard.items():
+            try:
+                self._compare(session, mine, peer, theirs)
+            except DisagreementError as error:
+                self._plane.fail(error)
+                raise
+        self._forget(session)
+        return mine
+
+    def _heard(self, session: int) -> bool:
+        if self._theirs.get(session):
+            return True
+        for peer in self._plane.gone:
+            self._plane.check_here(peer, f"the opening of session {session}")
+        return False
+
+    def _on_open(self, peer: int, frame: Frame) -> None:
+        session = frame.header.session
+        try:
+            theirs = Opening(**decode(frame))
+        except TypeError as error:
+            raise ProtocolError(f"damaged OPEN message: {error}") from None
+        with self._plane.lock:
+            self._theirs[session][peer] = theirs
+            mine = self._mine.get(session)
+        if mine is not None:
+            self._compare(session, mine, peer, theirs)
+            self._forget(session)
+
+    def _compare(self, session: int, mine: Opening, peer: int, theirs: Opening) -> None:
+        for field, here, there in zip(Opening._fields, mine, theirs, strict=True):
+            if here != there and not (field == "items" and None in (here, there)):
+                raise DisagreementError(
+                    f"session {session}: {field} is {here!r} on rank {self._plane.rank}, "
+                    f"{there!r} on rank {peer}; every rank opens the same sessions in the same order"
+                )
+
+    def _forget(self, session: int) -> None:
+        """Keep nothing of a session that every peer has opened."""
+        with self._plane.lock:
+            heard = self._theirs.get(session, {})
+            if session in self._mine and heard.keys() >= set(self._plane.peers):
+                del self._mine[session], self._theirs[session]

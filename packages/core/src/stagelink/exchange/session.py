@@ -1,0 +1,424 @@
+"""One pass of microbatches through the pipeline, as a rank's own code drives it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+from stagelink.errors import MessageError, PeerClosedError, UsageError
+from stagelink.exchange.envelope import check_contract, check_gradient, seal, unseal
+from stagelink.exchange.handles import RecvHandle, SendHandle
+from stagelink.exchange.inbox import Arrival, Key
+from stagelink.exchange.link import SendJob
+from stagelink.schedule import microbatches_of, rank_for
+from stagelink.transport.contract import Deadline
+from stagelink.transport.header import Direction, Header
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from stagelink.exchange.mail import Mail, WayIn, WayOut
+    from stagelink.exchange.opening import Mode, Opening
+    from stagelink.plan import Edge, Limits, Plan, Stage
+    from stagelink.schedule import Action
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Sends and receives of one rank for the microbatches of one pass; made by the handler.
+
+    Used by one thread at a time. Leaving it (the end of its ``with`` block) waits for no peer.
+
+    Attributes:
+        number: the session's place in the handler's life, from 0.
+        mode: ``"train"`` or ``"evaluate"``.
+        microbatches: how many there are in the whole pipeline; their ids are 0 to that, globally.
+        items: samples in the batch as the first stage gave it, or None.
+        mine: ids of the microbatches that this replica handles, ascending.
+        actions: what this rank does, in the schedule's order.
+        open: whether it has not been left.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        opening: Opening,
+        place: tuple[Plan, int],
+        mail: Mail,
+        actions: Sequence[Action],
+    ) -> None:
+        self._plan, self._rank = place
+        self.number = number
+        self.mode: Mode = opening.mode
+        self.microbatches = opening.microbatches
+        self.items = opening.items
+        self.actions = tuple(actions)
+        self._stage: Stage = self._plan.stage_of(self._rank)
+        replica = self._plan.replica_of(self._rank)
+        self.mine = microbatches_of(self._stage, replica, self.microbatches)
+        self._mail = mail
+        self._limits: Limits = self._plan.limits
+        self.open = True
+        self._had_message = False
+        self._sent: dict[tuple[int, int], bool] = {}
+        self._taken: set[Key] = set()
+        self._owed: dict[tuple[int, int], Header] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.open:
+            self.leave()
+
+    def leave(self) -> None:
+        """End the session on this rank: answer what was not asked for and tell the peers."""
+        self.open = False
+        for edge, microbatch in self._owed:
+            source = self._plan.stages[self._plan.edges[edge].source]
+            key = Key(self.number, edge, Direction.BACKWARD, microbatch)
+            self._mail.post_none(rank_for(source, microbatch), key)
+        self._owed.clear()
+        self._mail.leave(self.number)
+
+    # -- activations
+    # -------------------------------------------------------------------------------
+
+    def send(
+        self,
+        name: str,
+        tensor: torch.Tensor | None,
+        microbatch: int,
+        *,
+        copy: bool = True,
+        deadline_s: float | None = None,
+    ) -> SendHandle:
+        """Send one microbatch's tensor to every stage that consumes it.
+
+        Waits for nothing but a free place in the window. The autograd graph of ``tensor`` stays
+        as it is; the receivers get its values.
+
+        Args:
+            name: a tensor of the plan that this stage produces.
+            tensor: what to send; None arrives as None.
+            microbatch: one of `mine`.
+            copy: with True the tensor may be changed as soon as this returns. With False it must
+                stay as it is until the handle is done.
+            deadline_s: seconds to wait for a place; None: the plan's limits.
+
+        Returns:
+            A handle, which need not be looked at with ``copy=True``.
+
+        Raises:
+            MessageError: the tensor cannot be sent or breaks the plan's contract; the receivers'
+                ``recv`` raises the same text, and nothing else is harmed.
+            DeadlineError: no place came free.
+            PeerClosedError: a receiver left the session or closed.
+            UsageError: a name or microbatch that is not this rank's to send, or sent before.
+        """
+        deadline = self._deadline(deadline_s)
+        return self._send_forward(name, tensor, microbatch, copy=copy, deadline=deadline)
+
+    def isend(
+        self, name: str, tensor: torch.Tensor | None, microbatch: int, *, copy: bool = True
+    ) -> SendHandle:
+        """As `send`, but never waits: a message that finds its window full starts when it opens."""
+        return self._send_forward(name, tensor, microbatch, copy=copy, deadline=None)
+
+    def recv(
+        self, name: str, microbatch: int, *, deadline_s: float | None = None
+    ) -> torch.Tensor | None:
+        """Receive one microbatch's tensor; blocks until it is here.
+
+        The tensor is the caller's own: contiguous, a leaf, never written again by the library. It
+        requires a gradient exactly when the sender's does, in training, on a tensor whose plan
+        entry has ``grad``; then `send_grad` is owed for it.
+
+        Args:
+            name: a tensor of the plan that this stage consumes.
+            microbatch: one of `mine`.
+            deadline_s: seconds to wait; None: the plan's limits.
+
+        Returns:
+            The tensor, or None where the sender sent None.
+
+        Raises:
+            DeadlineError: it did not come in time.
+            RefusedError: the sender could not send it.
+            PeerClosedError: the sender left the session or closed before it.
+            UsageError: a name or microbatch that is not this rank's to receive, or received
+                before.
+        """
+        way, key = self._incoming(name, microbatch)
+        return self._recv_forward(way, key, deadline_s)
+
+    def irecv(self, name: str, microbatch: int) -> RecvHandle:
+        """As `recv`, with a handle to wait on."""
+        way, key = self._incoming(name, microbatch)
+        return RecvHandle(
+            partial(self._mail.here, way, key), partial(self._recv_forward, way, key)
+        )
+
+    # -- gradients
+    # ---------------------------------------------------------------------------------
+
+    def send_grad(
+        self,
+        name: str,
+        gradient: torch.Tensor | None,
+        microbatch: int,
+        *,
+        copy: bool = True,
+    ) -> SendHandle:
+        """Send back the gradient of a tensor that was received; never waits for the peer.
+
+        Args:
+            name: a tensor of the plan that this stage consumes.
+            gradient: of the tensor's shape and dtype; None says that there is none. For a tensor
+                that takes no gradient None is the only value, and nothing is sent.
+            microbatch: one that was received.
+            copy: as for `send`.
+
+        Raises:
+            MessageError: shape or dtype differ from the tensor's; the peer is told.
+            UsageError: the tensor was not received, takes no gradient, or has been answered.
+        """
+        way_in, key = self._incoming(name, microbatch)
+        like = self._owed.get((key.edge, microbatch))
+        if like is None:
+            self._check_nothing_owed(name, key, gradient)
+            return SendHandle((), self._wait_sent)
+        way = self._mail.ways_out[key.edge, Direction.BACKWARD, way_in.peer]
+        back = key._replace(direction=Direction.BACKWARD)
+        job = self._job([way], back, gradient, partial(check_gradient, like))
+        del self._owed[key.edge, microbatch]
+        self._mail.send(way, back, job, copy=copy, deadline=None)
+        return SendHandle((job,), self._wait_sent)
+
+    def isend_grad(
+        self, name: str, gradient: torch.Tensor | None, microbatch: int, *, copy: bool = True
+    ) -> SendHandle:
+        """The same as `send_grad`, which never waits; here for symmetry with `isend`."""
+        return self.send_grad(name, gradient, microbatch, copy=copy)
+
+    def recv_grad(
+        self, name: str, microbatch: int, *, deadline_s: float | None = None
+    ) -> torch.Tensor | None:
+        """Receive the gradient of a tensor that was sent; blocks until every consumer's is here.
+
+        Args:
+            name: a tensor of the plan that this stage produces.
+            microbatch: one that was sent.
+            deadline_s: seconds to wait; None: the plan's limits.
+
+        Returns:
+            The consumers' gradients summed in the order of the plan's ``to``; None where no
+            consumer has one, and at once for a tensor that was sent without requiring a gradient.
+
+        Raises:
+            DeadlineError, RefusedError, PeerClosedError: as for `recv`.
+            UsageError: the tensor was not sent, or its gradient was received before.
+        """
+        keys = self._gradient_keys(name, microbatch)
+        return self._recv_backward(keys, deadline_s)
+
+    def irecv_grad(self, name: str, microbatch: int) -> RecvHandle:
+        """As `recv_grad`, with a handle to wait on."""
+        keys = self._gradient_keys(name, microbatch)
+        awaited = [(way, key) for way, key in keys if self._sent[key.edge, microbatch]]
+
+        def ready() -> bool:
+            return all(self._mail.here(way, key) for way, key in awaited)
+
+        return RecvHandle(ready, partial(self._recv_backward, keys))
+
+    # -- inside
+    # ------------------------------------------------------------------------------------
+
+    def _send_forward(
+        self,
+        name: str,
+        tensor: torch.Tensor | None,
+        microbatch: int,
+        *,
+        copy: bool,
+        deadline: Deadline | None,
+    ) -> SendHandle:
+        ways = self._outgoing(name, microbatch)
+        edge = ways[0].edge
+        keys = [Key(self.number, w.edge.index, Direction.FORWARD, microbatch) for w in ways]
+        job = self._job(ways, keys[0], tensor, partial(check_contract, edge))
+        jobs = []
+        for way, key in zip(ways, keys, strict=True):
+            own = SendJob(job.header._replace(edge=key.edge), job.payload)
+            self._mail.send(way, key, own, copy=copy, deadline=deadline)
+            self._sent[key.edge, microbatch] = job.header.requires_grad
+            jobs.append(own)
+        return SendHandle(jobs, self._wait_sent)
+
+    def _job(
+        self,
+        ways: Sequence[WayOut],
+        key: Key,
+        tensor: torch.Tensor | None,
+        check: Callable[[torch.Tensor], None],
+    ) -> SendJob:
+        try:
+            return seal(ways, key, tensor, check, trains=self.mode == "train")
+        except MessageError as error:
+            text = f"rank {self._rank}: {key} of edge {ways[0].edge.name!r}: {error}"
+            for way in ways:
+                self._mail.refuse(way, key._replace(edge=way.edge.index), text)
+            raise type(error)(text) from error
+
+    def _recv_forward(self, way: WayIn, key: Key, deadline_s: float | None) -> torch.Tensor | None:
+        arrival = self._receive(way, key, deadline_s)
+        if arrival.header.requires_grad:
+            self._owed[key.edge, key.microbatch] = arrival.header
+        else:
+            self._mail.post_credit(way.peer, key)
+        tensor = unseal(arrival)
+        if tensor is not None and arrival.header.requires_grad:
+            tensor.requires_grad_()
+        return tensor
+
+    def _recv_backward(
+        self, keys: Sequence[tuple[WayIn, Key]], deadline_s: float | None
+    ) -> torch.Tensor | None:
+        total: torch.Tensor | None = None
+        for way, key in keys:
+            if not self._sent[key.edge, key.microbatch]:
+                continue
+            gradient = unseal(self._receive(way, key, deadline_s))
+            forward = self._mail.ways_out[key.edge, Direction.FORWARD, way.peer]
+            self._mail.release(forward, self.number, key.microbatch)
+            if gradient is not None:
+                total = gradient if total is None else total.add_(gradient)
+        return total
+
+    def _receive(self, way: WayIn, key: Key, deadline_s: float | None) -> Arrival:
+        self._check_open()
+        if key in self._taken:
+            raise UsageError(
+                f"rank {self._rank}: {key} of edge {way.edge.name!r} was received before"
+            )
+        arrival = self._mail.receive(way, key, self._deadline(deadline_s))
+        self._had_message = True
+        self._taken.add(key)
+        return arrival
+
+    def _deadline(self, deadline_s: float | None) -> Deadline:
+        if deadline_s is not None:
+            return Deadline(deadline_s)
+        limits = self._limits
+        return Deadline(limits.deadline_s if self._had_message else limits.first_deadline_s)
+
+    def _wait_sent(self, done: Callable[[], bool], deadline_s: float | None) -> None:
+        def ready() -> bool:
+            if done():
+                return True
+            if not self.open:
+                raise PeerClosedError(
+                    f"rank {self._rank}: session {self.number} was left before the send"
+                )
+            return False
+
+        self._mail.wait_sent(ready, self._deadline(deadline_s))
+
+    # -- whose is it
+    # -------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if not self.open:
+            raise UsageError(f"rank {self._rank}: session {self.number} was left")
+
+    def _check_mine(self, microbatch: int) -> None:
+        self._check_open()
+        if microbatch in self.mine:
+            return
+        holder = (
+            "nobody's"
+            if not 0 <= microbatch < self.microbatches
+            else (f"rank {rank_for(self._stage, microbatch)}'s")
+        )
+        raise UsageError(
+            f"rank {self._rank}: microbatch {microbatch!r} is {holder}; this replica of stage "
+            f"{self._stage.name!r} handles {_listed(self.mine)} of {self.microbatches}"
+        )
+
+    def _edges(self, edges: Sequence[Edge], name: str, does: str) -> list[Edge]:
+        found = [edge for edge in edges if edge.tensor.name == name]
+        if found:
+            return found
+        names = sorted({edge.tensor.name for edge in edges})
+        near = difflib.get_close_matches(str(name), names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(
+            f"rank {self._rank}: stage {self._stage.name!r} {does} no tensor {name!r}; "
+            f"it {does} {', '.join(map(repr, names)) or 'none'}{hint}"
+        )
+
+    def _outgoing(self, name: str, microbatch: int) -> list[WayOut]:
+        edges = self._edges(self._plan.outputs(self._stage.index), name, "produces")
+        self._check_mine(microbatch)
+        if (edges[0].index, microbatch) in self._sent:
+            raise UsageError(
+                f"rank {self._rank}: {name!r} of microbatch {microbatch} was sent before"
+            )
+        return [
+            self._mail.ways_out[edge.index, Direction.FORWARD, self._consumer(edge, microbatch)]
+            for edge in edges
+        ]
+
+    def _consumer(self, edge: Edge, microbatch: int) -> int:
+        return rank_for(self._plan.stages[edge.target], microbatch)
+
+    def _incoming(self, name: str, microbatch: int) -> tuple[WayIn, Key]:
+        edge = self._edges(self._plan.inputs(self._stage.index), name, "consumes")[0]
+        self._check_mine(microbatch)
+        producer = rank_for(self._plan.stages[edge.source], microbatch)
+        way = self._mail.ways_in[edge.index, Direction.FORWARD, producer]
+        return way, Key(self.number, edge.index, Direction.FORWARD, microbatch)
+
+    def _gradient_keys(self, name: str, microbatch: int) -> list[tuple[WayIn, Key]]:
+        edges = self._edges(self._plan.outputs(self._stage.index), name, "produces")
+        self._check_mine(microbatch)
+        if (edges[0].index, microbatch) not in self._sent:
+            raise UsageError(
+                f"rank {self._rank}: {name!r} of microbatch {microbatch} was not sent in this session, "
+                "so no gradient comes back for it"
+            )
+        return [
+            (
+                self._mail.ways_in[e.index, Direction.BACKWARD, self._consumer(e, microbatch)],
+                Key(self.number, e.index, Direction.BACKWARD, microbatch),
+            )
+            for e in edges
+            if e.tensor.grad
+        ]
+
+    def _check_nothing_owed(self, name: str, key: Key, gradient: torch.Tensor | None) -> None:
+        if key not in self._taken:
+            raise UsageError(
+                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} was not received in this "
+                "session, so it has no gradient to send"
+            )
+        if gradient is not None:
+            raise UsageError(
+                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} takes no gradient (more)"
+            )
+
+
+def _listed(mine: range) -> str:
+    some = ", ".join(map(str, mine[:5]))
+    return f"{some}, …" if len(mine) > 5 else (some or "none")

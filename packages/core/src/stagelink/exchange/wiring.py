@@ -1,0 +1,357 @@
+"""From the plan to open links: who is connected, which transport each link takes, and its two ends."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from stagelink.control.plane import decode, encode
+from stagelink.errors import (
+    ConnectError,
+    DisagreementError,
+    ProtocolError,
+    StagelinkError,
+    TransportError,
+)
+from stagelink.exchange.link import InLink, LinkEnd, OutLink
+from stagelink.exchange.mail import Mail, WayIn, WayOut
+from stagelink.exchange.window import Window
+from stagelink.schedule import pairs
+from stagelink.transport.choice import Choice, choose
+from stagelink.transport.contract import Link
+from stagelink.transport.events import LinkCounters
+from stagelink.transport.header import Direction, Header, MessageKind
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from stagelink.control.connection import Frame
+    from stagelink.control.plane import Plane
+    from stagelink.control.rendezvous import Rendezvous
+    from stagelink.plan import Edge, Plan
+    from stagelink.transport.buffers import BufferPool
+    from stagelink.transport.choice import Asker
+    from stagelink.transport.contract import Deadline, Transport
+    from stagelink.transport.offers import End
+
+__all__ = ["Wiring", "neighbours", "routes_of"]
+
+
+def neighbours(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """For every rank the ranks that it is connected to, ascending.
+
+    These are the ranks that it shares an edge with, and its neighbours in the ring of its stage's
+    replicas, so that the death of a replica reaches the others without a detour.
+    """
+    found: defaultdict[int, set[int]] = defaultdict(set)
+    for one, other in _connected_pairs(plan):
+        found[one].add(other)
+        found[other].add(one)
+    return {rank: tuple(sorted(found[rank])) for rank in range(plan.world_size)}
+
+
+def _connected_pairs(plan: Plan) -> Iterable[tuple[int, int]]:
+    for edge in plan.edges:
+        yield from pairs(plan, edge)
+    for stage in plan.stages:
+        if stage.replicas > 1:
+            yield from zip(stage.ranks, stage.ranks[1:] + stage.ranks[:1], strict=True)
+
+
+class _Port:
+    """A link end's access to core; see `stagelink.transport.contract.Port`."""
+
+    def __init__(self, wiring: Wiring, link: Link, end: LinkEnd, number: int) -> None:
+        self.link = link
+        self._wiring = wiring
+        self._end = end
+        self._number = number
+
+    @property
+    def rank(self) -> int:
+        return self._wiring.rank
+
+    @property
+    def peer(self) -> int:
+        return _other(self.link, self.rank)
+
+    def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
+        self._wiring.plane.post(
+            self.peer, Header(MessageKind.NOTE, link=self._number), note, fds=fds
+        )
+
+    def room(self) -> None:
+        if isinstance(self._end, OutLink):
+            self._end.room()
+
+    def fail(self, error: BaseException) -> None:
+        failure = TransportError(f"{self.link}: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self._wiring.plane.fail(failure)
+
+    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        return self._wiring.plane.wait_while_closing(ready, deadline)
+
+    def wake(self) -> None:
+        self._wiring.plane.changed()
+
+    def store(self) -> Store:
+        low, high = sorted((self.link.source, self.link.target))
+        return self._wiring.rendezvous.pair_store(f"{low}-{high}/{self.link.transport}")
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        return self._wiring.pool.take(size_bytes)
+
+
+class Wiring:
+    """The links of one rank.
+
+    Args:
+        plan: the plan.
+        rank: this rank.
+        plane: its control plane, whose peers have all been met before `agree`.
+        mail: gets the ways that messages take.
+        pool: receive buffers.
+        rendezvous: the job's store.
+
+    Attributes:
+        choices: the transport of each (edge index, source rank, target rank) that touches this
+            rank.
+        counters: totals per link.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        plane: Plane,
+        mail: Mail,
+        pool: BufferPool,
+        rendezvous: Rendezvous,
+    ) -> None:
+        self.rank = rank
+        self.plane = plane
+        self.pool = pool
+        self.rendezvous = rendezvous
+        self.choices: dict[tuple[int, int, int], Choice] = {}
+        self.counters: dict[Link, LinkCounters] = {}
+        self._plan = plan
+        self._mail = mail
+        self._theirs: dict[int, dict[str, str]] = {}
+        self._ends: dict[Link, LinkEnd] = {}
+        self._numbered: dict[int, list[Link]] = {}
+        plane.handle(MessageKind.CHOSEN, self._on_chosen)
+        plane.handle(MessageKind.NOTE, self._on_note)
+        plane.on_failure(self._on_failure)
+
+    # -- choosing
+    # ----------------------------------------------------------------------------------
+
+    def routes(self) -> list[tuple[Edge, int, int]]:
+        """(edge, source rank, target rank) of every route that begins or ends here."""
+        return routes_of(self._plan, self.rank)
+
+    def agree(self, ends: Mapping[int, End], ask: Asker, deadline: Deadline) -> None:
+        """Choose a transport for every route, and make sure that each peer has chosen the same.
+
+        Raises:
+            NoTransportError: nothing can carry a route.
+            DisagreementError: a peer chose another.
+        """
+        for edge, source, target in self.routes():
+            choice = choose(self._plan, edge, ends[source], ends[target], ask)
+            self.choices[edge.index, source, target] = choice
+        mine = {peer: self._chosen_with(peer) for peer in self.plane.peers}
+        for peer, chosen in mine.items():
+            self.plane.post(peer, Header(MessageKind.CHOSEN), encode(chosen))
+        if not self.plane.wait(lambda: self._theirs.keys() >= mine.keys(), deadline):
+            late = ", ".join(str(peer) for peer in sorted(mine.keys() - self._theirs.keys()))
+            raise ConnectError(
+                f"rank {self.rank}: rank {late} did not choose its transports within "
+                f"{deadline.seconds:g} s"
+            )
+        for peer, chosen in mine.items():
+            self._compare(peer, chosen, self._theirs[peer])
+
+    def _chosen_with(self, peer: int) -> dict[str, str]:
+        return {
+            f"{self._plan.edges[edge].name} {source}→{target}": choice.transport
+            for (edge, source, target), choice in self.choices.items()
+            if peer in (source, target)
+        }
+
+    def _on_chosen(self, peer: int, frame: Frame) -> None:
+        with self.plane.lock:
+            self._theirs[peer] = decode(frame)
+
+    def _compare(self, peer: int, mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+        for route in sorted(mine.keys() | theirs.keys()):
+            if mine.get(route) != theirs.get(route):
+                raise DisagreementError(
+                    f"transport of {route}: {mine.get(route)!r} on rank {self.rank}, "
+                    f"{theirs.get(route)!r} on rank {peer}; are the same plugins installed on both?"
+                )
+
+    # -- building and opening
+    # ----------------------------------------------------------------------
+
+    def open(self, transports: Mapping[str, Transport], deadline: Deadline) -> None:
+        """Open both directions of every link; the pairs of ranks do so side by side.
+
+        Raises:
+            TransportError: a transport could not open its end.
+            ConnectError: the deadline passed.
+        """
+        for (edge_index, source, target), choice in self.choices.items():
+            self._build_route(self._plan.edges[edge_index], source, target, choice, transports)
+        self._number_links()
+        self._build_ways()
+        waiting = dict.fromkeys(self._numbered)
+        for peer, links in self._numbered.items():
+            opener = partial(self._open_pair, peer, links, transports, deadline, waiting)
+            name = f"stagelink-open-{self.rank}-{peer}"
+            threading.Thread(target=opener, name=name, daemon=True).start()
+        if not self.plane.wait(lambda: not waiting, deadline):
+            late = ", ".join(map(str, sorted(waiting)))
+            raise ConnectError(
+                f"rank {self.rank}: the links with rank {late} were not open within "
+                f"{deadline.seconds:g} s"
+            )
+
+    def _build_route(
+        self,
+        edge: Edge,
+        source: int,
+        target: int,
+        choice: Choice,
+        transports: Mapping[str, Transport],
+    ) -> None:
+        self._build_end(choice.link, transports)
+        if edge.tensor.grad:
+            back = Link(target, source, choice.transport, choice.link.device)
+            self._build_end(back, transports)
+
+    def _build_end(self, link: Link, transports: Mapping[str, Transport]) -> None:
+        if link in self._ends:
+            return
+        capabilities = transports[link.transport].capabilities
+        if link.source == self.rank:
+            announce = partial(self._announce, link.target)
+            self._ends[link] = OutLink(
+                link, capabilities, announce, self.pool, self.plane.changed, self.plane.fail
+            )
+        else:
+            self._ends[link] = InLink(
+                link, capabilities, self.pool, self._mail.on_settled, self.plane.fail
+            )
+        self.counters[link] = LinkCounters()
+
+    def _announce(self, peer: int, header: Header, note: bytes, fds: Sequence[int]) -> None:
+        self.plane.post(peer, header, note, fds=fds)
+
+    def _number_links(self) -> None:
+        by_peer: defaultdict[int, list[Link]] = defaultdict(list)
+        for link in self._ends:
+            by_peer[_other(link, self.rank)].append(link)
+        for peer, links in by_peer.items():
+            links.sort(key=lambda link: (link.source, link.target, link.transport, link.device))
+            self._numbered[peer] = links
+
+    def _build_ways(self) -> None:
+        for (edge_index, source, target), choice in self.choices.items():
+            edge = self._plan.edges[edge_index]
+            self._build_way(edge, Direction.FORWARD, choice.link)
+            if edge.tensor.grad:
+                back = Link(target, source, choice.transport, choice.link.device)
+                self._build_way(edge, Direction.BACKWARD, back)
+
+    def _build_way(self, edge: Edge, direction: Direction, link: Link) -> None:
+        end, counters = self._ends[link], self.counters[link]
+        peer = _other(link, self.rank)
+        key = (edge.index, direction, peer)
+        if isinstance(end, OutLink):
+            window = Window() if direction is Direction.FORWARD else None
+            self._mail.ways_out[key] = WayOut(edge, direction, peer, end, window, counters)
+        elif isinstance(end, InLink):
+            self._mail.ways_in[key] = WayIn(edge, direction, peer, end, counters)
+
+    def _open_pair(
+        self,
+        peer: int,
+        links: Sequence[Link],
+        transports: Mapping[str, Transport],
+        deadline: Deadline,
+        waiting: dict[int, None],
+    ) -> None:
+        try:
+            for number, link in enumerate(links):
+                self._open_end(number, link, transports[link.transport], deadline)
+        except StagelinkError as error:
+            self.plane.fail(error)
+        except Exception as error:
+            failure = TransportError(
+                f"rank {self.rank} cannot open its links with rank {peer}: "
+                f"{type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            self.plane.fail(failure)
+        with self.plane.lock:
+            del waiting[peer]
+        self.plane.changed()
+
+    def _open_end(self, number: int, link: Link, transport: Transport, deadline: Deadline) -> None:
+        end = self._ends[link]
+        port = _Port(self, link, end, number)
+        if isinstance(end, OutLink):
+            end.opened(transport.open_sender(link, port, deadline))
+        elif isinstance(end, InLink):
+            end.opened(transport.open_receiver(link, port, deadline))
+
+    # -- running and closing
+    # -----------------------------------------------------------------------
+
+    def _on_note(self, peer: int, frame: Frame) -> None:
+        links = self._numbered.get(peer, [])
+        number = frame.header.link
+        if number >= len(links):
+            raise ProtocolError(
+                f"a note for link {number} with rank {peer}, which has {len(links)}"
+            )
+        self._ends[links[number]].note(frame.note, frame.fds)
+
+    def _on_failure(self, cause: StagelinkError) -> None:
+        for end in self._ends.values():
+            end.abort(cause)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Every link that begins or ends here."""
+        return tuple(self._ends)
+
+    def undelivered(self) -> dict[Link, int]:
+        """How many messages each link still has queued or under way."""
+        outs = {link: end for link, end in self._ends.items() if isinstance(end, OutLink)}
+        return {link: end.unfinished for link, end in outs.items() if end.unfinished}
+
+    def close(self, deadline: Deadline) -> None:
+        """Give every end back."""
+        for end in self._ends.values():
+            end.close(deadline)
+
+
+def routes_of(plan: Plan, rank: int) -> list[tuple[Edge, int, int]]:
+    """(edge, source rank, target rank) of every route of the plan that begins or ends at a rank."""
+    return [
+        (edge, source, target)
+        for edge in plan.edges
+        for source, target in pairs(plan, edge)
+        if rank in (source, target)
+    ]
+
+
+def _other(link: Link, rank: int) -> int:
+    return link.target if link.source == rank else link.source

@@ -1,0 +1,30 @@
+"""What runs where and what travels between: a plan, read from TOML and validated."""
+
+from __future__ import annotations
+
+from stagelink.plan.dtypes import DTYPE_BY_CODE, DTYPE_BY_NAME, DTYPES, MAX_DIMS, DType
+from stagelink.plan.facts import differences
+from stagelink.plan.model import Control, Edge, Limits, Stage, Tensor
+from stagelink.plan.plan import Plan
+from stagelink.plan.rules import AUTO, LinkFacts, LinkRule, matches, named_keys, rule_for
+
+__all__ = [
+    "AUTO",
+    "DTYPES",
+    "DTYPE_BY_CODE",
+    "DTYPE_BY_NAME",
+    "MAX_DIMS",
+    "Control",
+    "DType",
+    "Edge",
+    "Limits",
+    "LinkFacts",
+    "LinkRule",
+    "Plan",
+    "Stage",
+    "Tensor",
+    "differences",
+    "matches",
+    "named_keys",
+    "rule_for",
+]

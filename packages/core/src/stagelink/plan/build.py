@@ -1,0 +1,92 @@
+"""From a sound document to the plan's values: names become indices, tensors become edges."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from stagelink.plan.dtypes import DTYPE_BY_NAME
+from stagelink.plan.model import Edge, Stage, Tensor
+from stagelink.plan.rules import LinkRule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from stagelink.plan.document import Document, LinkTable, TensorTable
+
+__all__ = ["edges_of", "rules_of", "servers_of", "stages_of", "tensors_of"]
+
+_T = TypeVar("_T")
+
+
+def stages_of(document: Document) -> tuple[Stage, ...]:
+    """The stages, in the order of the file, which is the pipeline's."""
+    return tuple(
+        Stage(index, table.name, tuple(table.ranks), table.device, table.warm_up)
+        for index, table in enumerate(document.stages)
+    )
+
+
+def tensors_of(document: Document) -> tuple[Tensor, ...]:
+    """The tensors, sorted by name, so that their order in the file means nothing anywhere."""
+    stages = _stage_indices(document)
+    tables = sorted(document.tensors, key=lambda table: table.name)
+    return tuple(_tensor(table, stages) for table in tables)
+
+
+def edges_of(tensors: Iterable[Tensor]) -> tuple[Edge, ...]:
+    """One edge for each tensor and consumer, numbered in that order."""
+    ends = [(tensor, target) for tensor in tensors for target in tensor.targets]
+    return tuple(Edge(index, tensor, target) for index, (tensor, target) in enumerate(ends))
+
+
+def rules_of(document: Document) -> tuple[LinkRule, ...]:
+    """The link rules, in the order of the file."""
+    stages = _stage_indices(document)
+    return tuple(_rule(index, table, stages) for index, table in enumerate(document.links))
+
+
+def servers_of(document: Document) -> tuple[tuple[int, ...], ...] | None:
+    """The ranks of each server, where the plan lists them."""
+    servers = document.pipeline.servers
+    return None if servers is None else tuple(tuple(ranks) for ranks in servers)
+
+
+def _stage_indices(document: Document) -> dict[str, int]:
+    return {table.name: index for index, table in enumerate(document.stages)}
+
+
+def _tensor(table: TensorTable, stages: Mapping[str, int]) -> Tensor:
+    grad = table.grad
+    if grad is None:
+        grad = table.dtype is None or DTYPE_BY_NAME[table.dtype].differentiable
+    return Tensor(
+        name=table.name,
+        source=stages[table.from_],
+        targets=tuple(stages[name] for name in table.to),
+        dtype=table.dtype,
+        shape=None if table.shape is None else tuple(table.shape),
+        grad=grad,
+    )
+
+
+def _rule(index: int, table: LinkTable, stages: Mapping[str, int]) -> LinkRule:
+    def indices(names: list[str] | None) -> tuple[int, ...] | None:
+        return None if names is None else tuple(stages[name] for name in names)
+
+    return LinkRule(
+        index=index,
+        transports=tuple(table.transport),
+        from_=indices(table.from_),
+        to=indices(table.to),
+        from_rank=_values(table.from_rank),
+        to_rank=_values(table.to_rank),
+        from_server=_values(table.from_server),
+        to_server=_values(table.to_server),
+        same_server=table.same_server,
+        tensor=_values(table.tensor),
+        device=_values(table.device),
+    )
+
+
+def _values(values: list[_T] | None) -> tuple[_T, ...] | None:
+    return None if values is None else tuple(values)

@@ -1,0 +1,240 @@
+"""The plan: everything that is decided before a rank starts, in one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from stagelink.errors import PlanError
+from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
+from stagelink.plan.facts import digest_of, facts_of
+from stagelink.plan.launch import launch_problems
+from stagelink.plan.model import Control, Edge, Limits, Stage, Tensor
+from stagelink.plan.problems import shown, unknown
+from stagelink.plan.reading import read_document
+from stagelink.plan.toml import parse_toml, read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from stagelink.plan.document import Document
+    from stagelink.plan.rules import LinkRule
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A validated plan, made by `load`, `from_toml` or `from_dict`; the constructor is unchecked.
+
+    Attributes:
+        name: the pipeline's name, for people.
+        schedule: ``"1f1b"``, ``"gpipe"`` or ``"forward"``.
+        microbatches: per batch, in the whole pipeline; a session may choose another number.
+        stages: in pipeline order; ``stages[i].index == i``.
+        tensors: sorted by name.
+        edges: sorted by tensor name and place among its consumers; ``edges[i].index == i``.
+        rules: the link rules; the first that matches a link decides, and none means ``auto``.
+        servers: the ranks of each server; None: found at connect.
+        routing: which replica handles a microbatch: ``"round_robin"``.
+        window: microbatches in flight per edge and peer in hand-driven sessions; None: by the
+            schedule.
+        transports: options by name of transport, as written; the transport checks them.
+        control: how the control plane connects.
+        limits: bounds on time and memory.
+        observers: names of the observers to switch on.
+    """
+
+    name: str
+    schedule: str
+    microbatches: int
+    stages: tuple[Stage, ...]
+    tensors: tuple[Tensor, ...]
+    edges: tuple[Edge, ...]
+    rules: tuple[LinkRule, ...]
+    servers: tuple[tuple[int, ...], ...] | None
+    routing: str
+    window: int | None
+    transports: Mapping[str, Mapping[str, Any]] = field(hash=False)
+    control: Control
+    limits: Limits
+    observers: tuple[str, ...]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, microbatches: int | None = None) -> Plan:
+        """Read and validate a plan's file.
+
+        Args:
+            path: a TOML file.
+            microbatches: takes the place of the file's number.
+
+        Raises:
+            PlanError: the file cannot be read or is no TOML, or the plan is wrong.
+        """
+        plan = cls.from_toml(read_text(path), where=os.fspath(path))
+        return plan if microbatches is None else plan.with_microbatches(microbatches)
+
+    @classmethod
+    def from_toml(cls, text: str, *, where: str = "plan") -> Plan:
+        """Validate a plan given as text.
+
+        Args:
+            text: TOML.
+            where: what errors call it; each of their lines begins with it.
+
+        Raises:
+            PlanError: the text is no TOML, or the plan is wrong.
+        """
+        return cls.from_dict(parse_toml(text, where), where=where)
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], *, where: str = "plan") -> Plan:
+        """Validate a plan given as nested mappings and lists, as a TOML reader makes them.
+
+        Args:
+            mapping: the plan; it is copied.
+            where: what errors call it; each of their lines begins with it.
+
+        Raises:
+            PlanError: with a line for everything that is wrong.
+        """
+        return cls._from_document(read_document(mapping, where))
+
+    @cached_property
+    def world_size(self) -> int:
+        """How many ranks the plan has: they are 0 to ``world_size - 1``."""
+        return len(self._places)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex SHA-256 of `facts`, equal on ranks that agree."""
+        return digest_of(self.facts())
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must agree on, as texts; `differences` compares two of these."""
+        return facts_of(self)
+
+    def stage_of(self, rank: int) -> Stage:
+        """The stage that a rank holds.
+
+        Raises:
+            PlanError: there is no such rank.
+        """
+        return self.stages[self._place(rank)[0]]
+
+    def replica_of(self, rank: int) -> int:
+        """The rank's place among its stage's replicas.
+
+        Raises:
+            PlanError: there is no such rank.
+        """
+        return self._place(rank)[1]
+
+    def server_of(self, rank: int) -> int | None:
+        """Index of the server that the plan puts a rank on; None where it lists no servers."""
+        return self._servers.get(rank)
+
+    def inputs(self, stage_index: int) -> tuple[Edge, ...]:
+        """The edges that end at a stage, in their order in the plan."""
+        return self._inputs[stage_index]
+
+    def outputs(self, stage_index: int) -> tuple[Edge, ...]:
+        """The edges that begin at a stage, in their order in the plan."""
+        return self._outputs[stage_index]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of a name.
+
+        Raises:
+            PlanError: there is none; the text has the closest name and all others.
+        """
+        found = self._tensors.get(name)
+        if found is None:
+            raise PlanError(unknown("tensor", name, self._tensors))
+        return found
+
+    def with_microbatches(self, microbatches: int) -> Plan:
+        """The same plan with another number of microbatches per batch.
+
+        Raises:
+            PlanError: the number is not an int of at least 1.
+        """
+        if type(microbatches) is not int or microbatches < 1:
+            raise PlanError(f"microbatches: {shown(microbatches)}: must be an int of at least 1")
+        return dataclasses.replace(self, microbatches=microbatches)
+
+    def check_launch(self, rank: object, world_size: object) -> None:
+        """Refuse a rank and world size that do not fit each other or the plan.
+
+        Args:
+            rank: as it was given, whatever it is; fine is an int, no bool.
+            world_size: the same.
+
+        Raises:
+            PlanError: with a line for each thing that is wrong.
+        """
+        problems = list(launch_problems(rank, world_size, self.world_size))
+        if problems:
+            raise PlanError("\n".join(problems))
+
+    @classmethod
+    def _from_document(cls, document: Document) -> Plan:
+        tensors = tensors_of(document)
+        pipeline = document.pipeline
+        return cls(
+            name=pipeline.name,
+            schedule=pipeline.schedule,
+            microbatches=pipeline.microbatches,
+            stages=stages_of(document),
+            tensors=tensors,
+            edges=edges_of(tensors),
+            rules=rules_of(document),
+            servers=servers_of(document),
+            routing=pipeline.routing,
+            window=pipeline.window,
+            transports=document.transports,
+            control=Control(**dict(document.control)),
+            limits=Limits(**dict(document.limits)),
+            observers=tuple(pipeline.observers),
+        )
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        if rank not in self._places:
+            last = self.world_size - 1
+            raise PlanError(f"there is no rank {shown(rank)}; the plan's ranks are 0 to {last}")
+        return self._places[rank]
+
+    @cached_property
+    def _places(self) -> Mapping[int, tuple[int, int]]:
+        return {
+            rank: (stage.index, replica)
+            for stage in self.stages
+            for replica, rank in enumerate(stage.ranks)
+        }
+
+    @cached_property
+    def _servers(self) -> Mapping[int, int]:
+        servers = enumerate(self.servers or ())
+        return {rank: server for server, ranks in servers for rank in ranks}
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def _inputs(self) -> Sequence[tuple[Edge, ...]]:
+        return self._edges_by(attrgetter("target"))
+
+    @cached_property
+    def _outputs(self) -> Sequence[tuple[Edge, ...]]:
+        return self._edges_by(attrgetter("source"))
+
+    def _edges_by(self, end: Callable[[Edge], int]) -> Sequence[tuple[Edge, ...]]:
+        edges: list[list[Edge]] = [[] for _ in self.stages]
+        for edge in self.edges:
+            edges[end(edge)].append(edge)
+        return [tuple(of_stage) for of_stage in edges]

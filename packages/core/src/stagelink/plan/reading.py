@@ -1,0 +1,117 @@
+"""From a mapping to a sound document, or to one error that tells all that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from stagelink.plan.checks import cross_problems
+from stagelink.plan.document import (
+    UNKNOWN_NAME,
+    ControlTable,
+    Document,
+    LimitsTable,
+    LinkTable,
+    PipelineTable,
+    StageTable,
+    TensorTable,
+)
+from stagelink.plan.problems import Problem, plan_error, shown, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
+
+__all__ = ["read_document"]
+
+_TABLES: Mapping[str | int, type[BaseModel]] = {
+    "pipeline": PipelineTable,
+    "stages": StageTable,
+    "tensors": TensorTable,
+    "links": LinkTable,
+    "control": ControlTable,
+    "limits": LimitsTable,
+}
+
+_DEMANDS: Mapping[str, str] = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a table",
+    "float_type": "must be a number",
+    "greater_than": "must be more than {gt:g}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_type": "must be an integer",
+    "invalid-json-value": "must be a string, a number, a boolean, a list or a table",
+    "invalid_key": "a key must be a string",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "model_type": "must be a table",
+    "string_too_short": "must not be empty",
+    "string_type": "must be a string",
+    "too_long": "must have at most {max_length} entries",
+    "too_short": "must not be empty",
+}
+
+_STAND_INS: Mapping[str, Any] = {
+    "pipeline": {"microbatches": 1},
+    "stages": [{"name": "stand-in", "ranks": [0]}],
+}
+
+
+def read_document(raw: object, where: str) -> Document:
+    """Validate a plan's mapping, in itself and across its tables.
+
+    Args:
+        raw: what a TOML reader gives; a user may also build it.
+        where: the file, or another word for where it came from; it begins every line of an error.
+
+    Raises:
+        PlanError: with a line for every problem.
+    """
+    plain = dict(raw) if isinstance(raw, Mapping) else raw
+    document, problems = _validated(plain)
+    first = next(problems, None)
+    if first is not None:
+        raise plan_error(where, chain([first], problems), plain)
+    return document
+
+
+def _validated(raw: object) -> tuple[Document, Iterator[Problem]]:
+    try:
+        document = Document.model_validate(raw)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    else:
+        return document, cross_problems(document, ())
+    own = (Problem(detail["loc"], _text(detail)) for detail in details)
+    unsound = {str(detail["loc"][0]) if detail["loc"] else "" for detail in details}
+    document = Document.model_validate({**_STAND_INS, **_sound(raw, unsound)})
+    return document, chain(own, cross_problems(document, unsound))
+
+
+def _sound(raw: object, unsound: set[str]) -> dict[str, object]:
+    if not isinstance(raw, dict) or "" in unsound:
+        return {}
+    return {key: raw[key] for key in Document.model_fields if key in raw and key not in unsound}
+
+
+def _text(detail: ErrorDetails) -> str:
+    kind = detail["type"]
+    if kind == UNKNOWN_NAME:
+        return detail["msg"]
+    if kind == "missing":
+        return "missing; this key must be given"
+    if kind == "extra_forbidden":
+        *outer, key = detail["loc"]
+        return unknown("key", str(key), _keys(outer), owner="this table")
+    demand = _DEMANDS.get(kind, "{msg}").format(**detail.get("ctx", {}), msg=detail["msg"])
+    return f"{shown(detail['input'])}: {demand}"
+
+
+def _keys(path: Sequence[str | int]) -> list[str]:
+    table = _TABLES[path[0]] if path else Document
+    return [field.alias or name for name, field in table.model_fields.items()]

@@ -1,0 +1,37 @@
+"""Which rank does what in which order, and the proof that it runs: pure functions of a plan."""
+
+from __future__ import annotations
+
+from stagelink.schedule.actions import Action, Kind, Mode, actions_for
+from stagelink.schedule.memory import message_bytes
+from stagelink.schedule.routing import microbatches_of, pairs, peers, rank_for, replica_for
+from stagelink.schedule.verify import Verdict, require, verify
+from stagelink.schedule.walk import Walked, walk
+from stagelink.schedule.warmup import (
+    choose_warm_up,
+    default_warm_up,
+    least_warm_up,
+    safe_warm_up,
+)
+
+__all__ = [
+    "Action",
+    "Kind",
+    "Mode",
+    "Verdict",
+    "Walked",
+    "actions_for",
+    "choose_warm_up",
+    "default_warm_up",
+    "least_warm_up",
+    "message_bytes",
+    "microbatches_of",
+    "pairs",
+    "peers",
+    "rank_for",
+    "replica_for",
+    "require",
+    "safe_warm_up",
+    "verify",
+    "walk",
+]

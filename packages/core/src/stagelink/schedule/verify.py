@@ -1,0 +1,154 @@
+"""From a plan to a verdict: whether it can run, with what warm-up, windows and receive memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stagelink.errors import PlanError, VerificationError
+from stagelink.schedule.actions import actions_for
+from stagelink.schedule.checks import action_problems
+from stagelink.schedule.memory import receive_bytes
+from stagelink.schedule.waits import circle, describe
+from stagelink.schedule.walk import walk
+from stagelink.schedule.warmup import choose_warm_up
+from stagelink.schedule.windows import at_least_two, forward_windows, training_windows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from stagelink.plan import Plan
+    from stagelink.schedule.actions import Action
+    from stagelink.schedule.walk import Walked
+
+__all__ = ["Verdict", "require", "verify"]
+
+_MOST_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found about a plan and a number of microbatches.
+
+    Attributes:
+        problem: why it cannot run, a line per problem; None where it can.
+        microbatches: how many the training session has in the whole pipeline.
+        warm_up: per stage, the forwards ahead of its first backward; 0 where the schedule is not
+            1F1B.
+        windows: per edge, the messages that may be in flight between two ranks in training.
+        forward_windows: the same in evaluation.
+        receive_bytes: by rank, the most that it may hold of what was sent to it; None where the
+            dtype or shape of an edge is not declared.
+        rounds: how long training takes, if every action took 1 and messages nothing; counted up to
+            where it hangs if it does.
+    """
+
+    problem: str | None
+    microbatches: int
+    warm_up: tuple[int, ...]
+    windows: tuple[int, ...]
+    forward_windows: tuple[int, ...]
+    receive_bytes: Mapping[int, int | None]
+    rounds: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan can run."""
+        return self.problem is None
+
+
+def verify(
+    plan: Plan,
+    microbatches: int | None = None,
+    actions: Mapping[int, Sequence[Action]] | None = None,
+) -> Verdict:
+    """Walk all ranks through a training session, before anything is started.
+
+    What it proves it proves for these actions; a loop that departs from them may still hang.
+
+    Args:
+        plan: the plan.
+        microbatches: how many the session has in the whole pipeline, 0 included; None: the plan's.
+        actions: lists of one's own by rank, instead of those of the plan's schedule.
+
+    Returns:
+        The verdict, also where the plan cannot run; `require` turns that into an error.
+
+    Raises:
+        PlanError: ``microbatches`` is no int of at least 0.
+    """
+    count = plan.microbatches if microbatches is None else _counted(microbatches)
+    warm_up = choose_warm_up(plan) if plan.schedule == "1f1b" else (0,) * len(plan.stages)
+    problems = [] if actions is None else list(action_problems(plan, count, actions))
+    programs = (
+        _programs(plan, count, warm_up) if actions is None else _own(plan, actions, problems)
+    )
+    # Windows for lists of one's own are whatever these turn out to need.
+    free = actions is not None and plan.window is None
+    windows = None if free else training_windows(plan, count, warm_up)
+    walked = walk(plan, programs, count, windows)
+    windows = at_least_two(walked.peaks) if windows is None else windows
+    forward = windows if plan.schedule == "forward" else forward_windows(plan)
+    held = receive_bytes(plan, count, windows, forward)
+    problems += [*_hang(plan, walked, windows), *_overflow(plan, held)]
+    return Verdict(_joined(problems), count, warm_up, windows, forward, held, walked.rounds)
+
+
+def require(verdict: Verdict) -> Verdict:
+    """The verdict itself, if the plan can run.
+
+    Raises:
+        VerificationError: it cannot; the text is the verdict's problem.
+    """
+    if verdict.problem is not None:
+        raise VerificationError(verdict.problem)
+    return verdict
+
+
+def _counted(microbatches: object) -> int:
+    if type(microbatches) is not int or microbatches < 0:
+        raise PlanError(f"microbatches: {microbatches!r}: must be an int of at least 0")
+    return microbatches
+
+
+def _programs(plan: Plan, microbatches: int, warm_up: Sequence[int]) -> list[Sequence[Action]]:
+    ranks = range(plan.world_size)
+    return [actions_for(plan, rank, microbatches, warm_up) for rank in ranks]
+
+
+def _own(
+    plan: Plan, actions: Mapping[int, Sequence[Action]], problems: Sequence[str]
+) -> list[Sequence[Action]]:
+    """The lists by rank, or none to walk where they are wrong."""
+    return [() if problems else actions.get(rank, ()) for rank in range(plan.world_size)]
+
+
+def _hang(plan: Plan, walked: Walked, windows: Sequence[int]) -> Iterator[str]:
+    if walked.waits:
+        ring = describe(plan, circle(walked.waits), windows)
+        yield f"the ranks wait for each other in a circle: {ring}{_advice(plan)}"
+
+
+def _advice(plan: Plan) -> str:
+    by_hand = [stage.name for stage in plan.stages if stage.warm_up is not None]
+    texts = [f"leave out the warm_up of {name!r}" for name in by_hand]
+    if plan.window is not None:
+        texts.append(f"leave out window = {plan.window}, or make it larger")
+    return f" ({'; '.join(texts)})" if texts else ""
+
+
+def _overflow(plan: Plan, held: Mapping[int, int | None]) -> Iterator[str]:
+    allowed = plan.limits.receive_bytes
+    if allowed is None:
+        return
+    for rank, needed in held.items():
+        if needed is not None and needed > allowed:
+            text = f"rank {rank} may have to hold {needed} bytes of received messages"
+            yield f"{text}; limits.receive_bytes allows {allowed}"
+
+
+def _joined(problems: Sequence[str]) -> str | None:
+    lines = list(problems[:_MOST_PROBLEMS])
+    if len(problems) > _MOST_PROBLEMS:
+        lines.append(f"and {len(problems) - _MOST_PROBLEMS} more")
+    return "\n".join(lines) or None

@@ -1,0 +1,100 @@
+"""What a rank can wait for, and the circle that waits form, in words."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from stagelink.plan import Edge, Plan
+    from stagelink.schedule.actions import Action
+
+__all__ = ["Step", "Wait", "circle", "describe"]
+
+_MOST_WAITS = 12
+
+
+class Step(enum.Enum):
+    """A part of an action; a rank may have to wait in each but the last."""
+
+    RECEIVE = enum.auto()
+    SEND = enum.auto()
+    RECEIVE_GRADIENT = enum.auto()
+    SYNCHRONISE = enum.auto()
+    SEND_GRADIENT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that waits for ever.
+
+    Attributes:
+        rank: who waits.
+        action: the action it is in.
+        step: the part of it that it cannot do.
+        edge: the edge of that step; None where it synchronises with its replicas.
+        blocker: the rank that would have to act first; the waiting one itself where its window is
+            full of messages whose gradients it takes only later.
+    """
+
+    rank: int
+    action: Action
+    step: Step
+    edge: Edge | None
+    blocker: int
+
+
+def circle(waits: Iterable[Wait]) -> list[Wait]:
+    """The circle that the first wait leads into: each one's blocker is the rank of the next.
+
+    Args:
+        waits: every rank that waits for ever, at least one; so each one's blocker is among them.
+    """
+    by_rank = {wait.rank: wait for wait in waits}
+    way: dict[int, Wait] = {}
+    rank = next(iter(by_rank))
+    while rank not in way:
+        way[rank] = by_rank[rank]
+        rank = by_rank[rank].blocker
+    ranks = list(way)
+    return [way[member] for member in ranks[ranks.index(rank) :]]
+
+
+def describe(plan: Plan, waits: Sequence[Wait], windows: Sequence[int]) -> str:
+    """The waits in words, one after the other; a long list is cut and counted.
+
+    Args:
+        plan: the plan.
+        waits: the circle.
+        windows: per edge, the window that the walk had.
+    """
+    texts = [_sentence(plan, wait, windows) for wait in waits[:_MOST_WAITS]]
+    if len(waits) > _MOST_WAITS:
+        texts.append(f"and so on through {len(waits)} ranks, back to the first")
+    return "; ".join(texts)
+
+
+def _sentence(plan: Plan, wait: Wait, windows: Sequence[int]) -> str:
+    stage = plan.stage_of(wait.rank)
+    return f"rank {wait.rank} (stage {stage.name!r}) waits in {wait.action} {_what(wait, windows)}"
+
+
+def _what(wait: Wait, windows: Sequence[int]) -> str:
+    if wait.edge is None:
+        return f"for its replica rank {wait.blocker} to come as far"
+    message = f"{wait.edge.tensor.name!r} microbatch {wait.action.microbatch}"
+    if wait.step is Step.RECEIVE:
+        return f"for {message} from rank {wait.blocker}"
+    if wait.step is Step.RECEIVE_GRADIENT:
+        return f"for the gradient of {message} from rank {wait.blocker}"
+    return f"to send {message}: {_full(wait, windows[wait.edge.index])}"
+
+
+def _full(wait: Wait, window: int) -> str:
+    places = "its one place is" if window == 1 else f"all {window} places are"
+    if wait.blocker == wait.rank:
+        return f"{places} taken until it receives a gradient, which it does only later"
+    return f"{places} taken until rank {wait.blocker} receives"

@@ -1,0 +1,257 @@
+"""The walk: the actions of all ranks, run against each other in rounds, without time or tensors.
+
+It is a game of tokens. Each step of an action takes one, which it may have to wait for, and gives
+one to another rank: a receive takes the message that a send gave, a send takes the place that a
+receive gave back. In a round, every rank that has what it needs does one action; what it gives can
+be taken in the next round, so the order in which a round is gone through changes nothing.
+
+A token wakes the one rank that can wait for it, so a walk takes time in proportion to its messages
+however many ranks wait. For a walk with durations, the list of ready ranks becomes a heap by time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stagelink.schedule.actions import Kind
+from stagelink.schedule.routing import microbatches_of, rank_for
+from stagelink.schedule.tokens import Tokens
+from stagelink.schedule.waits import Step, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stagelink.plan import Plan, Stage
+    from stagelink.schedule.actions import Action
+
+    # A step, what does it (false: it has to wait), and the index of its edge.
+    _Part = tuple[Step, Callable[["_Walker", int, int], bool], int]
+
+__all__ = ["Walked", "walk"]
+
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """How a walk ended.
+
+    Attributes:
+        waits: the ranks that never got through, ascending; empty where all did.
+        peaks: per edge, the most messages that were ever in flight between two ranks on it.
+        rounds: how many rounds it took: the time, if actions took equal time and messages none.
+    """
+
+    waits: tuple[Wait, ...]
+    peaks: tuple[int, ...]
+    rounds: int
+
+
+def walk(
+    plan: Plan,
+    programs: Sequence[Sequence[Action]],
+    microbatches: int,
+    windows: Sequence[int] | None = None,
+    *,
+    synchronise: bool = False,
+) -> Walked:
+    """Run the actions of all ranks against each other until nothing moves.
+
+    An edge with gradient is taken to return one for every message. Where a message at run time has
+    none, its place is freed at the receive already: fewer waits, so what got through still does.
+
+    Args:
+        plan: the plan.
+        programs: the actions of each rank, indexed by rank: one forward of each of its
+            microbatches, and one backward of each or of none.
+        microbatches: how many the session has in the whole pipeline.
+        windows: per edge, how many messages may be in flight between two ranks; None: any number.
+        synchronise: whether the replicas of a stage wait for each other in every backward, between
+            receiving and sending gradients; one that is through already takes part idle.
+    """
+    if windows is None:
+        windows = [microbatches] * len(plan.edges)
+    return _Walk(plan, microbatches, windows, synchronise).run(programs)
+
+
+class _Walker:
+    """Where one rank is: which action, which part of it, and the token it waits for."""
+
+    __slots__ = ("action", "awaited", "part", "program", "rank", "stage")
+
+    def __init__(self, rank: int, stage: Stage, program: Sequence[Action]) -> None:
+        self.rank = rank
+        self.stage = stage
+        self.program = program
+        self.action = 0
+        self.part = 0
+        self.awaited = _NONE
+
+
+class _Walk:
+    def __init__(
+        self, plan: Plan, microbatches: int, windows: Sequence[int], synchronise: bool
+    ) -> None:
+        self._plan = plan
+        self._microbatches = microbatches
+        self._windows = windows
+        self._synchronise = synchronise
+        self._tokens = Tokens(plan, microbatches)
+        self._counts = self._tokens.at_start(windows)
+        self._given: list[tuple[int, int]] = []
+        self._peaks = [0] * len(plan.edges)
+        self._at_barrier = [0] * len(plan.stages)
+        self._sources = [plan.stages[edge.source] for edge in plan.edges]
+        self._targets = [plan.stages[edge.target] for edge in plan.edges]
+        self._parts = [self._parts_of(stage) for stage in plan.stages]
+
+    def _parts_of(self, stage: Stage) -> dict[Kind, list[_Part]]:
+        inputs, outputs = self._plan.inputs(stage.index), self._plan.outputs(stage.index)
+        barrier: list[_Part] = [(Step.SYNCHRONISE, self._wait_for_replicas, _NONE)]
+        return {
+            Kind.FORWARD: [
+                *((Step.RECEIVE, self._receive, edge.index) for edge in inputs),
+                *((Step.SEND, self._send, edge.index) for edge in outputs),
+            ],
+            Kind.BACKWARD: [
+                *(
+                    (Step.RECEIVE_GRADIENT, self._receive_gradient, edge.index)
+                    for edge in outputs
+                    if edge.tensor.grad
+                ),
+                *(barrier if self._synchronise else ()),
+                *(
+                    (Step.SEND_GRADIENT, self._send_gradient, edge.index)
+                    for edge in inputs
+                    if edge.tensor.grad
+                ),
+            ],
+        }
+
+    def run(self, programs: Sequence[Sequence[Action]]) -> Walked:
+        """Go on, round by round, until no rank can."""
+        walkers = [
+            _Walker(rank, self._plan.stage_of(rank), program)
+            for rank, program in enumerate(programs)
+        ]
+        ready = [walker for walker in walkers if not self._is_through(walker)]
+        rounds = 0
+        while ready:
+            rounds += 1
+            ready = [walker for walker in ready if self._turn(walker)]
+            ready += self._wake(walkers)
+        waits = [self._wait_of(walker, walkers) for walker in walkers if walker.awaited != _NONE]
+        return Walked(tuple(waits), tuple(self._peaks), rounds)
+
+    def _turn(self, walker: _Walker) -> bool:
+        """Go on with the rank's action, to its end or to a wait; whether it can go on after."""
+        action = walker.program[walker.action]
+        parts = self._parts[walker.stage.index][action.kind]
+        for place in range(walker.part, len(parts)):
+            _, do, edge = parts[place]
+            if not do(walker, edge, action.microbatch):
+                walker.part = place
+                return False
+        walker.part = 0
+        walker.action += 1
+        return not self._is_through(walker)
+
+    def _is_through(self, walker: _Walker) -> bool:
+        if walker.action < len(walker.program):
+            return False
+        if self._synchronise:
+            self._join_idle(walker)
+        return True
+
+    def _wake(self, walkers: Sequence[_Walker]) -> list[_Walker]:
+        """Hand over the round's tokens; the ranks that waited for one of them."""
+        woken = []
+        for token, rank in self._given:
+            self._counts[token] += 1
+            walker = walkers[rank]
+            if walker.awaited == token:
+                walker.awaited = _NONE
+                woken.append(walker)
+        self._given.clear()
+        return woken
+
+    def _take(self, walker: _Walker, token: int) -> bool:
+        if self._counts[token]:
+            self._counts[token] -= 1
+            return True
+        walker.awaited = token
+        return False
+
+    def _receive(self, walker: _Walker, edge: int, microbatch: int) -> bool:
+        if not self._take(walker, self._tokens.message(edge, microbatch)):
+            return False
+        if not self._plan.edges[edge].tensor.grad:
+            self._give_place(edge, microbatch)
+        return True
+
+    def _send(self, walker: _Walker, edge: int, microbatch: int) -> bool:
+        place = self._tokens.place(edge, microbatch)
+        if not self._take(walker, place):
+            return False
+        in_flight = self._windows[edge] - self._counts[place]
+        self._peaks[edge] = max(self._peaks[edge], in_flight)
+        message = self._tokens.message(edge, microbatch)
+        self._given.append((message, rank_for(self._targets[edge], microbatch)))
+        return True
+
+    def _receive_gradient(self, walker: _Walker, edge: int, microbatch: int) -> bool:
+        if not self._take(walker, self._tokens.gradient(edge, microbatch)):
+            return False
+        self._give_place(edge, microbatch)
+        return True
+
+    def _send_gradient(self, _walker: _Walker, edge: int, microbatch: int) -> bool:
+        gradient = self._tokens.gradient(edge, microbatch)
+        self._given.append((gradient, rank_for(self._sources[edge], microbatch)))
+        return True
+
+    def _give_place(self, edge: int, microbatch: int) -> None:
+        place = self._tokens.place(edge, microbatch)
+        self._given.append((place, rank_for(self._sources[edge], microbatch)))
+
+    def _wait_for_replicas(self, walker: _Walker, _edge: int, _microbatch: int) -> bool:
+        if self._take(walker, self._tokens.release(walker.rank)):
+            return True
+        self._join_barrier(walker.stage)
+        return False
+
+    def _join_barrier(self, stage: Stage) -> None:
+        """One more replica has come to the stage's barrier; the last one releases all."""
+        self._at_barrier[stage.index] += 1
+        if self._at_barrier[stage.index] == stage.replicas:
+            self._at_barrier[stage.index] = 0
+            self._given += [(self._tokens.release(rank), rank) for rank in stage.ranks]
+
+    def _join_idle(self, walker: _Walker) -> None:
+        """Take part in the one backward more that some replicas of the stage have, if they do."""
+        replica = self._plan.replica_of(walker.rank)
+        own = len(microbatches_of(walker.stage, replica, self._microbatches))
+        if own < len(microbatches_of(walker.stage, 0, self._microbatches)):
+            self._join_barrier(walker.stage)
+
+    def _wait_of(self, walker: _Walker, walkers: Sequence[_Walker]) -> Wait:
+        action = walker.program[walker.action]
+        step, _, edge = self._parts[walker.stage.index][action.kind][walker.part]
+        if step is Step.SYNCHRONISE:
+            return Wait(walker.rank, action, step, None, self._missing(walker.stage, walkers))
+        blocker = self._blocker(step, edge, action.microbatch)
+        return Wait(walker.rank, action, step, self._plan.edges[edge], blocker)
+
+    def _blocker(self, step: Step, edge: int, microbatch: int) -> int:
+        is_own = step is Step.SEND and self._plan.edges[edge].tensor.grad
+        at_source = is_own or step is Step.RECEIVE
+        return rank_for((self._sources if at_source else self._targets)[edge], microbatch)
+
+    def _missing(self, stage: Stage, walkers: Sequence[_Walker]) -> int:
+        """A replica that has not come to the stage's barrier."""
+        return next(
+            rank
+            for rank in stage.ranks
+            if walkers[rank].awaited not in {_NONE, self._tokens.release(rank)}
+        )

@@ -1,0 +1,22 @@
+"""What tests of pipelines and transports need: ranks to run on, leaks to find, faults to cause."""
+
+from __future__ import annotations
+
+from stagelink.testing.leaks import LeakCheck, no_leaks
+from stagelink.testing.outcome import Outcome, RankFailedError
+from stagelink.testing.ranks import RankPool, RankProcesses, run_fresh
+from stagelink.testing.threads import run_threads
+from stagelink.testing.worker import report, start_rank_server
+
+__all__ = [
+    "LeakCheck",
+    "Outcome",
+    "RankFailedError",
+    "RankPool",
+    "RankProcesses",
+    "no_leaks",
+    "report",
+    "run_fresh",
+    "run_threads",
+    "start_rank_server",
+]

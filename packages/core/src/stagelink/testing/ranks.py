@@ -1,0 +1,277 @@
+"""Functions run as the ranks of a pipeline, each in a process of its own.
+
+`RankPool` keeps its processes for the next run; `run_fresh` starts new ones, to be reported from,
+stopped and killed. Processes are forked from a server that has torch loaded, so one more costs
+about 0.1 s. A function is called as ``function(rank, world_size, store, *args)`` with a fresh
+store for the ranks to meet in; it must stand at a module's top level.
+
+Every rank runs one torch thread, writes its output to a file of its own, and sees the environment
+variables of the moment at which the first one was started. It may fork, but not start children
+through `multiprocessing`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections import defaultdict, deque
+from multiprocessing import connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple
+
+from stagelink.testing.outcome import Outcome, RankFailedError
+from stagelink.testing.worker import Event, Failed, Job, Returned, Task, Worker
+from stagelink.transport.contract import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from torch.distributed import Store
+
+__all__ = ["RankPool", "RankProcesses", "run_fresh"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+LIMIT_S = 120.0
+"""Seconds after which a rank process ends itself, should nobody else be there to do it."""
+
+
+class RankProcesses(Generic[T]):
+    """One function under way on one process per rank. A context manager: at its end all are gone.
+
+    Args:
+        job: what they run.
+        workers: one idle process per rank.
+    """
+
+    def __init__(self, job: Job, workers: Sequence[Worker]) -> None:
+        self._name = job.function
+        self._workers = list(workers)
+        self._outcomes: dict[int, Outcome] = {}
+        self._events: dict[int, deque[Event]] = defaultdict(deque)
+        self._directory = TemporaryDirectory(prefix="stagelink-store-")
+        store = str(Path(self._directory.name, "store"))
+        for rank, worker in enumerate(workers):
+            worker.begin(Task(job, rank, len(workers), store, LIMIT_S))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process id of each rank."""
+        return tuple(worker.pid for worker in self._workers)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a rank: SIGKILL, SIGSTOP, SIGCONT, SIGINT; returns at once."""
+        os.kill(self._workers[rank].pid, number)
+
+    def wait_for(self, rank: int, event: str, timeout_s: float = 30.0) -> Any:
+        """Block until the rank has called ``report(event)``; its earlier events are dropped.
+
+        Returns:
+            The value that it reported.
+
+        Raises:
+            TimeoutError: it has not after ``timeout_s``.
+            RankFailedError: it ended without.
+        """
+        deadline = Deadline(timeout_s)
+        while True:
+            while self._events[rank]:
+                found = self._events[rank].popleft()
+                if found.name == event:
+                    return found.value
+            if rank in self._outcomes:
+                raise RankFailedError(self._name, [self._outcomes[rank]])
+            if not self._pump(deadline):
+                raise TimeoutError(f"rank {rank} did not report {event!r} within {timeout_s:g} s")
+
+    def outcomes(self, timeout_s: float = 30.0) -> list[Outcome]:
+        """Block until every rank's function has ended, and say how, by rank.
+
+        A rank that has not ended after ``timeout_s`` is killed; its outcome has its stacks.
+        """
+        deadline = Deadline(timeout_s)
+        while self._running() and self._pump(deadline):
+            pass
+        for rank in self._running():
+            self._workers[rank].dump_and_end()
+            self._finish(rank, hung_s=timeout_s)
+        return [self._outcomes[rank] for rank in range(len(self._workers))]
+
+    def results(self, timeout_s: float = 30.0) -> list[T]:
+        """Block until every rank's function has ended.
+
+        Returns:
+            What each returned, by rank.
+
+        Raises:
+            RankFailedError: some raised, died or had to be killed after ``timeout_s``.
+        """
+        outcomes = self.outcomes(timeout_s)
+        if not all(outcome.ok for outcome in outcomes):
+            raise RankFailedError(self._name, outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def release(self) -> list[Worker]:
+        """Take the processes, all of them idle, out of this object's hands."""
+        released, self._workers = self._workers, []
+        return released
+
+    def close(self) -> None:
+        """Kill the processes that are still this object's."""
+        for worker in self.release():
+            worker.stop()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _running(self) -> list[int]:
+        return [rank for rank in range(len(self._workers)) if rank not in self._outcomes]
+
+    def _pump(self, deadline: Deadline) -> bool:
+        """Take what running ranks have sent; False when nothing came before the deadline."""
+        sources: dict[Any, int] = {}
+        for rank in self._running():
+            worker = self._workers[rank]
+            # The sentinel, too: a child that the rank forked may hold its end of the pipe open.
+            sources |= {worker.connection: rank, worker.process.sentinel: rank}
+        ready = connection.wait(list(sources), deadline.remaining_s)
+        for rank in {sources[source] for source in ready}:
+            self._take(rank)
+        return bool(ready)
+
+    def _take(self, rank: int) -> None:
+        worker = self._workers[rank]
+        gone = (
+            not worker.process.is_alive()
+        )  # before the pipe is read: its last words may be there
+        try:
+            while rank not in self._outcomes and worker.connection.poll():
+                self._handle(rank, pickle.loads(worker.connection.recv_bytes()))
+        except (EOFError, ConnectionResetError):
+            worker.process.join()
+            gone = True
+        if gone and rank not in self._outcomes:
+            self._finish(rank, exit_code=worker.process.exitcode)
+
+    def _handle(self, rank: int, message: Event | Returned | Failed) -> None:
+        match message:
+            case Event():
+                self._events[rank].append(message)
+            case Returned(value):
+                self._finish(rank, value=value)
+            case Failed(error):
+                self._finish(rank, error=error)
+
+    def _finish(self, rank: int, **how: Any) -> None:
+        output = self._workers[rank].output
+        self._outcomes[rank] = Outcome(
+            rank, stdout=output("stdout"), stderr=output("stderr"), **how
+        )
+
+
+class RankPool:
+    """Warm rank processes, kept from one run to the next. A context manager.
+
+    The processes of a run that failed are replaced; those of one that returned are used again,
+    with whatever it left in them.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Process ids of the idle ranks."""
+        return frozenset(worker.pid for worker in self._idle)
+
+    @property
+    def descriptors(self) -> frozenset[int]:
+        """File descriptors that the idle ranks cost this process."""
+        return frozenset().union(*(worker.descriptors for worker in self._idle))
+
+    def run(
+        self,
+        function: Callable[[int, int, Store, *Ts], T],
+        world_size: int,
+        *args: *Ts,
+        timeout_s: float = 30.0,
+    ) -> list[T]:
+        """Run ``function(rank, world_size, store, *args)`` on each rank and wait for all.
+
+        Returns:
+            What each returned, by rank.
+
+        Raises:
+            RankFailedError: some raised, died or had to be killed after ``timeout_s``.
+            UsageError: the function cannot be found by its name.
+        """
+        job = Job.of(function, args)
+        with RankProcesses[T](job, self._take(world_size)) as ranks:
+            results = ranks.results(timeout_s)
+            self._idle = ranks.release() + self._idle
+        return results
+
+    def _take(self, count: int) -> list[Worker]:
+        for worker in [worker for worker in self._idle if not worker.process.is_alive()]:
+            self._idle.remove(worker)
+            worker.stop()
+        self._idle += _start(count - len(self._idle))
+        taken, self._idle = self._idle[:count], self._idle[count:]
+        return taken
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._idle:
+            worker.stop()
+        self._idle = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def run_fresh(
+    function: Callable[[int, int, Store, *Ts], T], world_size: int, *args: *Ts
+) -> RankProcesses[T]:
+    """Start ``function(rank, world_size, store, *args)`` on new processes, and do not wait for it.
+
+    For tests that stop or kill ranks::
+
+        with run_fresh(train, 4, plan) as ranks:
+            ranks.wait_for(1, "half way")       # train calls report("half way")
+            ranks.kill(1)
+            outcomes = ranks.outcomes(timeout_s=10)
+
+    Raises:
+        UsageError: the function cannot be found by its name.
+    """
+    job = Job.of(function, args)
+    return RankProcesses(job, _start(world_size))
+
+
+def _start(count: int) -> list[Worker]:
+    workers = [Worker() for _ in range(count)]  # all of them at once, then wait
+    for worker in workers:
+        worker.wait_ready()
+    return workers

@@ -1,0 +1,1 @@
+"""The contract of transports, their loading and choice, and what plugin authors build on."""

@@ -1,0 +1,99 @@
+"""Receive buffers that come back: exact in size, pooled by size, lent until the last view dies.
+
+A fresh large buffer costs its page faults, several times the copy into it, so a pipeline that
+receives the same shapes again and again must reuse memory. A lease is a ctypes array over the
+pooled memory; torch's storage keeps it alive, and with it every view, reinterpretation and
+autograd graph. When the last of them dies, the finalizer only appends the memory to a deque: it
+    may run on
+any thread, in the middle of garbage collection.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["BufferPool"]
+
+_SMALL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    memory: mmap.mmap
+    size_bytes: int
+
+
+class BufferPool:
+    """Lends flat uint8 CPU tensors; safe from any thread.
+
+    Buffers below 64 KiB are simply allocated: the allocator is faster there than a lease.
+
+    Args:
+        idle_bytes: how much returned memory is kept for reuse; beyond it the size that has been
+            out of use longest is freed first.
+    """
+
+    def __init__(self, idle_bytes: int) -> None:
+        self._limit_bytes = idle_bytes
+        self._returned: deque[_Returned] = deque()
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Borrow ``size_bytes`` bytes, aligned to 64; contents are arbitrary.
+
+        The tensor is the borrower's own: nobody writes to it again while it or a view of it lives.
+        """
+        if size_bytes < _SMALL_BYTES:
+            return torch.empty(size_bytes, dtype=torch.uint8)
+        with self._lock:
+            self._collect()
+            memory = self._pop(size_bytes)
+        return self._lend(memory or _fresh(size_bytes), size_bytes)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that wait for reuse."""
+        with self._lock:
+            self._collect()
+            return self._idle_bytes
+
+    def _lend(self, memory: mmap.mmap, size_bytes: int) -> torch.Tensor:
+        lease = (ctypes.c_ubyte * size_bytes).from_buffer(memory)
+        weakref.finalize(
+            lease, self._returned.append, _Returned(memory, size_bytes)
+        ).atexit = False
+        return torch.frombuffer(lease, dtype=torch.uint8)
+
+    def _collect(self) -> None:
+        while self._returned:
+            back = self._returned.popleft()
+            shelf = self._idle.pop(back.size_bytes, [])
+            shelf.append(back.memory)
+            self._idle[back.size_bytes] = shelf  # the dict's order is the order of last return
+            self._idle_bytes += back.size_bytes
+        while self._idle_bytes > self._limit_bytes:
+            self._pop(next(iter(self._idle)))
+
+    def _pop(self, size_bytes: int) -> mmap.mmap | None:
+        shelf = self._idle.get(size_bytes)
+        if not shelf:
+            return None
+        memory = shelf.pop()
+        if not shelf:
+            del self._idle[size_bytes]
+        self._idle_bytes -= size_bytes
+        return memory
+
+
+def _fresh(size_bytes: int) -> mmap.mmap:
+    # Private: a forked data-loader worker that holds a received tensor must not see it rewritten.
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

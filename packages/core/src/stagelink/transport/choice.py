@@ -1,0 +1,211 @@
+"""Which transport carries a link, and why the others do not.
+
+Pure: it decides from the plan and from what both ends say of themselves, so that both come to the
+same answer, each in its own process, and ``stagelink plan`` can ask without any peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from stagelink.errors import NoTransportError, PluginError, UnknownTransportError
+from stagelink.plan.rules import AUTO, LinkFacts, rule_for
+from stagelink.transport.fitness import Asker, Case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from stagelink.errors import StagelinkError
+    from stagelink.plan.model import Edge
+    from stagelink.plan.plan import Plan
+    from stagelink.plan.rules import LinkRule
+    from stagelink.transport.contract import Link, Place, Verdict
+    from stagelink.transport.offers import End, Survey
+    from stagelink.transport.relay import Relay
+
+__all__ = ["Asker", "Choice", "Refusal", "asked_for", "asker", "choose", "device_of"]
+
+
+class Refusal(NamedTuple):
+    """A transport that was passed over, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport of one link, with the reasons.
+
+    Attributes:
+        link: the link in its edge's forward orientation; gradients take the same transport back.
+        rule: index of the link rule that decided; None where none matched.
+        auto: whether the rule, or the lack of one, left it to the transports' declared ranks.
+        passed_over: those that were preferred and cannot carry the link; under ``auto`` all that
+            cannot.
+    """
+
+    link: Link
+    rule: int | None
+    auto: bool
+    passed_over: tuple[Refusal, ...] = ()
+
+    @property
+    def transport(self) -> str:
+        """The transport's name."""
+        return self.link.transport
+
+    def explain(self) -> list[str]:
+        """In words: a line for what was taken and by which rule, one for each that was not."""
+        by = _decider(self.rule)
+        how = f"auto; {by}" if self.auto else by
+        refusals = [f"not {name!r}: {reason}" for name, reason in self.passed_over]
+        return [f"{self.link} ({how})", *refusals]
+
+
+def device_of(plan: Plan, edge: Edge) -> str:
+    """Kind of device on an edge's links: that of both stages, ``"cpu"`` where they differ."""
+    source, target = plan.stages[edge.source].device, plan.stages[edge.target].device
+    return source if source == target else "cpu"
+
+
+def asked_for(plan: Plan, links: Iterable[tuple[Edge, int, int]]) -> set[str] | None:
+    """Names of the transports that the rules allow for some links; None: all that are installed.
+
+    Args:
+        plan: the plan.
+        links: edge, source rank and target rank of each. Where the plan lists no servers, it is
+            not known yet whether the two share one, and both cases count.
+    """
+    names: set[str] = set()
+    for edge, source, target in links:
+        for same_server in _same_server(plan, source, target):
+            rule = rule_for(plan.rules, _facts(plan, edge, (source, target), same_server))
+            if rule is None or rule.transports == AUTO:
+                return None
+            names.update(rule.transports)
+    return names
+
+
+def asker(survey: Survey, hooks: Relay, rank: int | None) -> Asker:
+    """Ask this process's transports and plugins.
+
+    Args:
+        survey: the transports.
+        hooks: the plugins.
+        rank: this process's rank, whose places are the local ones; None: none is, and the
+            transports answer for the source.
+    """
+
+    def can_connect(link: Link, source: Place, target: Place) -> Verdict:
+        if link.target == rank:
+            return survey.can_connect(link, target, source)
+        return survey.can_connect(link, source, target)
+
+    return Asker(can_connect, hooks.select_transport)
+
+
+def choose(plan: Plan, edge: Edge, source: End, target: End, ask: Asker) -> Choice:
+    """Choose the transport of one link; both ends come to the same answer.
+
+    The first rule that matches names the transports in order of preference, and the first that can
+    carry the link is taken. Where the rule says ``auto``, or none matches, all that either end
+    knows of are judged, highest `Capabilities.auto_rank` first, then by name; the first is taken
+    unless the hook `stagelink_select_transport` names another that can.
+
+    Args:
+        plan: the plan.
+        edge: the edge that the link carries.
+        source: the end that sends the edge's tensors.
+        target: the end that receives them.
+        ask: see `asker`.
+
+    Raises:
+        NoTransportError: none of those that the rule allows can carry the link.
+        UnknownTransportError: the rule allows one only, and an end does not have it.
+        PluginError: the rule allows one only, and an end's is broken; or a plugin failed when
+            asked.
+    """
+    same_server = source.server == target.server
+    rule = rule_for(plan.rules, _facts(plan, edge, (source.rank, target.rank), same_server))
+    case = Case(edge, device_of(plan, edge), source, target, ask)
+    if rule is None or rule.transports == AUTO:
+        return _by_rank(case, rule)
+    return _by_preference(case, rule)
+
+
+def _by_preference(case: Case, rule: LinkRule) -> Choice:
+    refused: list[Refusal] = []
+    for name in rule.transports:
+        reason = case.reason(name)
+        if reason is None:
+            return Choice(case.link(name), rule.index, False, tuple(refused))
+        refused.append(Refusal(name, reason))
+    if len(refused) == 1:
+        raise _sole_failure(case, rule, refused[0])
+    raise NoTransportError(_nothing_fits(case, rule, refused))
+
+
+def _by_rank(case: Case, rule: LinkRule | None) -> Choice:
+    judged = [(name, case.reason(name)) for name in case.known()]
+    fit = [name for name, reason in judged if reason is None]
+    refused = [Refusal(name, reason) for name, reason in judged if reason is not None]
+    if not fit:
+        raise NoTransportError(_nothing_fits(case, rule, refused))
+    taken = case.ask.select(case.link(fit[0]), tuple(fit)) or fit[0]
+    refused += [Refusal(name, "a plugin chose another") for name in fit[: fit.index(taken)]]
+    return Choice(case.link(taken), rule.index if rule else None, True, tuple(refused))
+
+
+def _sole_failure(case: Case, rule: LinkRule, refused: Refusal) -> StagelinkError:
+    """The only transport that was asked for: its plugin's own error, if that is what is wrong."""
+    kinds = {"absent": UnknownTransportError, "disabled": UnknownTransportError}
+    for rank, offer in case.offers(refused.name):
+        if offer is None:
+            continue
+        if offer.state in ("absent", "disabled", "broken"):
+            kind = kinds.get(offer.state, PluginError)
+            return kind(f"{_head(case)}; {_decider(rule.index)}. On rank {rank}: {offer.reason}")
+    return NoTransportError(_nothing_fits(case, rule, [refused]))
+
+
+def _nothing_fits(case: Case, rule: LinkRule | None, refused: Sequence[Refusal]) -> str:
+    reasons = "".join(f"\n  - {name!r}: {reason}" for name, reason in refused)
+    decider = _decider(rule.index if rule else None)
+    if not refused:
+        return f"{_head(case)}; {decider}, and no transport is installed on either rank"
+    return (
+        f"{_head(case)}; {decider}:{reasons}\n"
+        "Install one that can on both ranks, or let the rule allow it."
+    )
+
+
+def _head(case: Case) -> str:
+    return (
+        f"nothing can carry tensor {case.edge.tensor.name!r} from rank {case.source.rank} to rank "
+        f"{case.target.rank} (device {case.device!r})"
+    )
+
+
+def _decider(rule: int | None) -> str:
+    return "no rule in `links` matches" if rule is None else f"by links[{rule}]"
+
+
+def _same_server(plan: Plan, source: int, target: int) -> tuple[bool, ...]:
+    if plan.servers is None:
+        return (True, False)
+    return (plan.server_of(source) == plan.server_of(target),)
+
+
+def _facts(plan: Plan, edge: Edge, ranks: tuple[int, int], same_server: bool) -> LinkFacts:
+    source, target = ranks
+    return LinkFacts(
+        edge=edge,
+        source_rank=source,
+        target_rank=target,
+        source_server=plan.server_of(source),
+        target_server=plan.server_of(target),
+        same_server=same_server,
+        device=device_of(plan, edge),
+    )

@@ -1,0 +1,387 @@
+"""What a transport is: the classes that a plugin author subclasses and those that core hands in.
+
+A transport moves the bytes of messages that both ends already know. Core owns everything else:
+which message goes where, in what order, how many may be under way, who has died. For each *link*
+(an ordered pair of ranks with one transport) the sending rank opens a `Sender`, the receiving rank
+a `Receiver`; the two are twins, and talk through *notes* on core's own connection.
+
+The life of one message::
+
+    sender's rank                                   receiver's rank
+    Sender.begin(message, announce) -> Pending
+      announce(note)  ── header and note ──▶        Receiver.begin(header, note, fds, accept) ->
+      Pending
+    Pending.finish(deadline)   ═══ payload ═══▶     Pending.finish(deadline) -> tensor
+
+Threads: core calls ``begin`` of one link never from two threads at once, and ``finish`` in the
+order of ``begin``, once each. ``on_note`` and ``abort`` run on the thread that reads the control
+plane: they return at once and never raise.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from stagelink.transport.header import Header
+
+__all__ = [
+    "API_VERSION",
+    "FINISHED",
+    "Announce",
+    "Capabilities",
+    "Deadline",
+    "Link",
+    "Message",
+    "NoOptions",
+    "Pending",
+    "Place",
+    "Port",
+    "Receiver",
+    "Sender",
+    "Transport",
+    "Verdict",
+]
+
+API_VERSION = (1, 0)
+"""Major and minor version of this contract.
+
+A transport states the version it was written for. The same major and a minor not newer than core's
+is accepted: minors only add.
+"""
+
+
+class Deadline:
+    """A moment after which a wait is given up.
+
+    Args:
+        seconds: from now; may be infinite.
+    """
+
+    __slots__ = ("_end", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, 0 when it has passed."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self._end
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Yes, or no with the reason; true where it is yes."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport can do, as declared by its author.
+
+    Attributes:
+        devices: kinds of device whose tensors it carries: ``"cpu"``, ``"cuda"``.
+        auto_rank: place in the order that ``auto`` tries; the highest comes first. Core's loopback
+            has 0, a network transport about 10, one within a server about 20, one within a GPU
+            server about 30.
+        same_server: needs both ends on one server.
+        distinct_processes: needs the ends in two processes.
+        same_process: needs both ends in one process.
+        in_flight: messages of one link that may have begun and not finished, on either end.
+        copies_on_begin: when ``Sender.begin`` returns, the payload has been read, and the caller
+            may overwrite it; otherwise core makes the copy.
+        caller_thread: ``Receiver``'s ``finish`` wakes on abort and on signals (it waits only
+            through `Port.wait`), so core runs it in the thread that asks for the message.
+        dtypes: names of the only element types it carries; None: every one, as bytes.
+    """
+
+    devices: frozenset[str]
+    auto_rank: int
+    same_server: bool = False
+    distinct_processes: bool = False
+    same_process: bool = False
+    in_flight: int = 1
+    copies_on_begin: bool = False
+    caller_thread: bool = False
+    dtypes: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An ordered pair of ranks and the transport between them.
+
+    Attributes:
+        source: the sending rank.
+        target: the receiving rank.
+        transport: the transport's name.
+        device: kind of device of the tensors on it.
+    """
+
+    source: int
+    target: int
+    transport: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.source}→{self.target} by {self.transport}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one end of a link is, for `Transport.can_connect`.
+
+    Attributes:
+        rank: its rank.
+        server: equal on two ranks exactly when they are on one server.
+        process: equal on two ranks exactly when they are threads of one process.
+        description: what the rank's own `Transport.describe` said.
+    """
+
+    rank: int
+    server: str
+    process: str
+    description: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message on its way out.
+
+    Attributes:
+        header: kind, edge, microbatch, dtype, shape and size.
+        payload: flat uint8 tensor of ``header.payload_bytes`` bytes, contiguous. Read-only for the
+            transport, valid until ``finish`` returns (with ``copies_on_begin``: until ``begin``
+            does).
+    """
+
+    header: Header
+    payload: torch.Tensor
+
+
+class Announce(Protocol):
+    """Tell the receiver's rank that a message is coming. Call it exactly once per message."""
+
+    def __call__(self, note: bytes = b"", fds: Sequence[int] = ()) -> None:
+        """Send the header with a note of the transport's own; returns at once.
+
+        Args:
+            note: up to 16 MiB for the twin's `Receiver.begin`.
+            fds: file descriptors to hand over, where the connection is a Unix one. They are
+                duplicated at once; the caller keeps its own.
+        """
+
+
+class Port(Protocol):
+    """A link's access to core. Every method may be called from any thread."""
+
+    link: Link
+
+    @property
+    def rank(self) -> int:
+        """This end's rank."""
+
+    @property
+    def peer(self) -> int:
+        """The other end's rank."""
+
+    def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a note to the twin's ``on_note``; returns at once, keeps order among notes and
+        headers.
+
+        Notes that arrive before the twin is open are held for it.
+        """
+
+    def room(self) -> None:
+        """Ask again the `Sender` whose ``begin`` returned None; returns at once."""
+
+    def fail(self, error: BaseException) -> None:
+        """Report a failure found outside ``begin`` and ``finish``; it fails the whole handler."""
+
+    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        """Block until ``ready()`` is true; False when the deadline passed first.
+
+        ``ready`` is asked again after every message that arrives and after every `Port.wake`; it
+        must be quick and must not block. Wakes on signals.
+
+        Raises:
+            StagelinkError: the handler failed or was closed meanwhile.
+        """
+
+    def wake(self) -> None:
+        """Have every `Port.wait` ask its condition again; returns at once."""
+
+    def store(self) -> Store:
+        """A store client of the link's pair, shared with no other thread, under a prefix that only
+        the two ends of this pair and transport use. Only during ``open_sender`` /
+        ``open_receiver``; its calls may block.
+        """
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Borrow a flat uint8 CPU tensor; it returns to the pool when the last view of it dies."""
+
+
+class Pending(ABC):
+    """One message that has begun and not finished."""
+
+    @abstractmethod
+    def finish(self, deadline: Deadline) -> torch.Tensor | None:
+        """Wait until the payload is through; may block.
+
+        Returns:
+            On a sender None. On a receiver None when the payload is in the accepted buffer, else a
+            flat uint8 tensor of exactly the payload's size that nobody will write again.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            Exception: anything else that went wrong; core reports it as a `TransportError` with
+                this as its cause, and fails the handler.
+        """
+
+
+class _Finished(Pending):
+    def finish(self, deadline: Deadline) -> None:
+        """Nothing is left to do."""
+
+
+FINISHED: Pending = _Finished()
+"""What `Sender.begin` returns when nothing is left to wait for: the link then needs no worker."""
+
+
+class Sender(ABC):
+    """The sending end of one link."""
+
+    @abstractmethod
+    def begin(self, message: Message, announce: Announce) -> Pending | None:
+        """Start one message without waiting for the peer.
+
+        Calls ``announce`` once, here or in the returned pending's ``finish``, as soon as the peer
+        may start. Order of ``begin`` is the order in which the peer sees the headers.
+
+        Returns:
+            The pending; `FINISHED` when nothing is left to do; None when there is no room now.
+            After None nothing may have been announced, and core asks again after `Port.room`.
+        """
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        """A note from the twin. Runs on the reading thread: return at once, never raise.
+
+        The descriptors are this object's to close.
+        """
+
+    def abort(self, cause: BaseException) -> None:  # noqa: B027 - nothing to wake is a fine default
+        """The handler failed: make every blocked ``finish`` return or raise. Returns at once."""
+
+    def close(self, deadline: Deadline) -> None:  # noqa: B027
+        """Give back what ``open_sender`` took. No message is under way any more."""
+
+
+class Receiver(ABC):
+    """The receiving end of one link."""
+
+    @abstractmethod
+    def begin(
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+    ) -> Pending:
+        """Start receiving a message whose header is in, whether or not the user has asked for it.
+
+        Must not block. ``accept()`` lends a flat uint8 buffer of exactly ``header.payload_bytes``
+        bytes for the payload; a transport that has memory of its own need not call it. The
+        descriptors are this object's to close.
+        """
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        """As `Sender.on_note`."""
+
+    def abort(self, cause: BaseException) -> None:  # noqa: B027
+        """As `Sender.abort`."""
+
+    def close(self, deadline: Deadline) -> None:  # noqa: B027
+        """Give back what ``open_receiver`` took. No message is under way any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """The options of a transport that has none."""
+
+
+class Transport(ABC):
+    """One transport on one rank. Plugins register the class; core makes one instance per handler.
+
+    Class attributes:
+        name: the word in the plan, the same as the entry point's name.
+        api_version: the `API_VERSION` it was written for, as ``(major, minor)``.
+        capabilities: what it can do.
+        Options: a dataclass of its options in ``[transports.NAME]``, each field with a type and a
+            default; unknown keys and wrong types are refused when the plan is read.
+
+    Args:
+        options: an instance of ``Options``.
+    """
+
+    name: ClassVar[str]
+    api_version: ClassVar[tuple[int, int]]
+    capabilities: ClassVar[Capabilities]
+    Options: ClassVar[type[Any]] = NoOptions
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, options: Any) -> Verdict:
+        """Whether this process could use it at all, with the reason if not.
+
+        Cheap, in-process, without side effect; never raises or aborts for a missing library or
+        device.
+        """
+
+    def describe(self) -> Mapping[str, Any]:
+        """What a peer must know to judge a link, as small JSON-able values (a device's uuid, say)."""
+        return {}
+
+    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+        """Whether this pair can be linked, beyond what the capabilities say.
+
+        Pure, and symmetric: both ends call it, each with itself as ``local``, and must get the
+            same
+        answer.
+        """
+        del link, local, remote
+        return Verdict(True)
+
+    @abstractmethod
+    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
+        """Open the sending end; may block for the peer's `open_receiver`, up to the deadline.
+
+        Runs on a thread that belongs to this pair of ranks. Both ends open the links of a pair in
+        the same order.
+        """
+
+    @abstractmethod
+    def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
+        """Open the receiving end; as `open_sender`."""
+
+    def close(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing of their own
+        """Give back what is shared by the links; all of them are closed. Returns by the deadline."""

@@ -1,0 +1,66 @@
+"""What observers are told: one event per step of a message, and a link's totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from stagelink.transport.contract import Link
+    from stagelink.transport.header import Direction
+
+__all__ = ["Event", "EventName", "LinkCounters"]
+
+EventName = Literal["send", "recv", "wait_window", "wait_peer", "wait_wire"]
+"""What happened, as `Event.name` says it.
+
+``send`` and ``recv``: a message was handed to a link, or to the caller. ``wait_window``: a send
+waited for room at the receiver. ``wait_peer``: a receive waited for the peer to send.
+``wait_wire``: a message that was announced waited for its payload.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One step of one message.
+
+    Attributes:
+        name: which step.
+        link: the link that carries the message; for a wait, the one waited for.
+        edge: name of the edge.
+        direction: forward for an activation, backward for a gradient.
+        microbatch: global id of the microbatch.
+        session: number of the session on this handler, from 0.
+        payload_bytes: size of the message; 0 where a wait ended before that was known.
+        seconds: how long the step took.
+    """
+
+    name: EventName
+    link: Link
+    edge: str
+    direction: Direction
+    microbatch: int
+    session: int
+    payload_bytes: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Totals of one end of one link since it was opened.
+
+    Attributes:
+        messages: messages carried, inline ones included.
+        payload_bytes: their payloads.
+        window_wait_s: seconds in which sends waited for room at the receiver.
+        peer_wait_s: seconds in which receives waited for the peer to send.
+        wire_wait_s: seconds in which announced messages waited for their payload.
+        inline_messages: messages whose payload travelled with the header, past the transport.
+    """
+
+    messages: int = 0
+    payload_bytes: int = 0
+    window_wait_s: float = 0.0
+    peer_wait_s: float = 0.0
+    wire_wait_s: float = 0.0
+    inline_messages: int = 0

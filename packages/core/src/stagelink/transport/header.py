@@ -1,0 +1,178 @@
+"""The one frame of the wire: a fixed binary header, then an optional note, then an optional
+payload.
+
+Everything on a control connection is such a frame, so one reader parses all. Numbers are
+little-endian; nothing is pickled. Layout, in bytes:
+
+==========  ====  =============================================================
+field       size  meaning
+==========  ====  =============================================================
+magic       4     ``SLNK``
+version     1     `VERSION`
+kind        1     a `MessageKind`
+direction   1     0 = forward (activation), 1 = backward (gradient)
+flags       1     bit set of `Flag`
+session     4     number of the session on this handler, from 0
+edge        4     `stagelink.plan.Edge.index`
+microbatch  8     global id, signed
+sequence    8     number of a reduction, from 0; elsewhere 0
+link        2     number of the link among those of this pair of ranks
+dtype       1     `stagelink.plan.dtypes.DType.code`; 0: no tensor
+dims        1     how many of the shape's fields count, 0 to 8
+fds         1     file descriptors that travel with this frame
+reserved    1     0
+note        4     bytes of the note that follows the header
+payload     8     bytes of the payload, inline or by the transport
+shape       64    8 signed sizes
+trace       16    trace id of the message, 0 when tracing is off
+==========  ====  =============================================================
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from math import prod
+from typing import NamedTuple
+
+from stagelink.errors import ProtocolError
+from stagelink.plan.dtypes import DTYPE_BY_CODE, DType
+
+__all__ = ["HEADER_BYTES", "MAX_DIMS", "VERSION", "Direction", "Flag", "Header", "MessageKind"]
+
+MAGIC = b"SLNK"
+VERSION = 1
+MAX_DIMS = 8
+MAX_INLINE_BYTES = 64 * 1024
+MAX_NOTE_BYTES = 16 * 1024 * 1024
+_LAYOUT = struct.Struct("<4sBBBBIIqQHBBBBIQ8q16s")
+HEADER_BYTES = _LAYOUT.size
+_NO_DIMS = (0,) * MAX_DIMS
+
+
+class MessageKind(enum.IntEnum):
+    """What a frame says."""
+
+    HELLO = 1
+    CHOSEN = 2
+    OPEN = 3
+    DATA = 4
+    GRAD = 5
+    NONE = 6
+    CREDIT = 7
+    NOTE = 8
+    REFUSED = 9
+    END = 10
+    REDUCE = 11
+    ABORT = 12
+    BYE = 13
+
+
+class Direction(enum.IntEnum):
+    """Which way along its edge a message travels."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class Flag(enum.IntFlag):
+    """Facts about one message."""
+
+    REQUIRES_GRAD = 1
+    INLINE = 2
+
+
+class Header(NamedTuple):
+    """One frame's header; see the module's table. ``shape`` is a tuple of 0 to 8 sizes."""
+
+    kind: MessageKind
+    direction: Direction = Direction.FORWARD
+    flags: int = 0
+    session: int = 0
+    edge: int = 0
+    microbatch: int = 0
+    sequence: int = 0
+    link: int = 0
+    dtype_code: int = 0
+    fds: int = 0
+    note_bytes: int = 0
+    payload_bytes: int = 0
+    shape: tuple[int, ...] = ()
+    trace: bytes = bytes(16)
+
+    @property
+    def dtype(self) -> DType:
+        """The element type.
+
+        Raises:
+            ProtocolError: the code is unknown; the peer is newer or the bytes are damaged.
+        """
+        try:
+            return DTYPE_BY_CODE[self.dtype_code]
+        except KeyError:
+            raise ProtocolError(f"unknown dtype code {self.dtype_code} in a header") from None
+
+    @property
+    def inline(self) -> bool:
+        """Whether the payload follows in the same frame."""
+        return bool(self.flags & Flag.INLINE)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the sender's tensor takes a gradient."""
+        return bool(self.flags & Flag.REQUIRES_GRAD)
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes that follow this header in its frame."""
+        return self.note_bytes + (self.payload_bytes if self.inline else 0)
+
+    def pack(self, note_bytes: int = 0, fds: int = 0) -> bytes:
+        """This header as `HEADER_BYTES` bytes, for a frame with that long a note and so many fds."""
+        dims = len(self.shape)
+        return _LAYOUT.pack(
+            MAGIC, VERSION, self.kind, self.direction, self.flags, self.session, self.edge,
+            self.microbatch, self.sequence, self.link, self.dtype_code, dims, fds, 0,
+            note_bytes, self.payload_bytes, *(self.shape + _NO_DIMS[dims:]), self.trace,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> Header:
+        """Read a header from exactly `HEADER_BYTES` bytes, trusting nothing in them.
+
+        Raises:
+            ProtocolError: foreign magic, another version, an unknown kind, or sizes that do not
+                agree with each other.
+        """
+        (
+            magic, version, kind, direction, flags, session, edge, microbatch, sequence, link,
+            dtype_code, dims, fds, _, note_bytes, payload_bytes, *sizes, trace,
+        ) = _LAYOUT.unpack(data)  # fmt: skip
+        if magic != MAGIC:
+            raise ProtocolError(f"not a stagelink frame: it begins with {bytes(magic)!r}")
+        if version != VERSION:
+            raise ProtocolError(f"wire version {version} from the peer, {VERSION} here")
+        if dims > MAX_DIMS or note_bytes > MAX_NOTE_BYTES:
+            raise ProtocolError(f"damaged header: {dims} dims, a note of {note_bytes} bytes")
+        try:
+            known_kind, known_direction = MessageKind(kind), Direction(direction)
+        except ValueError as error:
+            raise ProtocolError(f"damaged header: {error}") from None
+        header = cls(
+            known_kind, known_direction, flags, session, edge, microbatch, sequence, link,
+            dtype_code, fds, note_bytes, payload_bytes, tuple(sizes[:dims]), trace,
+        )  # fmt: skip
+        header._check_sizes()
+        return header
+
+    def _check_sizes(self) -> None:
+        if self.inline and self.payload_bytes > MAX_INLINE_BYTES:
+            raise ProtocolError(f"an inline payload of {self.payload_bytes} bytes")
+        if not self.dtype_code:
+            return
+        needed = prod(self.shape) * self.dtype.itemsize
+        if min(self.shape, default=0) < 0 or needed != self.payload_bytes:
+            raise ProtocolError(
+                f"shape {self.shape} of {self.dtype.name} takes {needed} bytes, "
+                f"the header announces {self.payload_bytes}"
+            )

@@ -1,0 +1,174 @@
+"""What one rank can use, and what it tells its peers of that in its HELLO."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping  # not for type checkers only: pydantic reads End
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from stagelink.errors import PluginError, ProtocolError, UnknownTransportError
+from stagelink.transport.contract import Capabilities, Place, Verdict
+from stagelink.transport.loading import broken
+from stagelink.transport.options import parse_options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pydantic import JsonValue
+
+    from stagelink.transport.contract import Link, Transport
+    from stagelink.transport.plugins import Plugins
+
+__all__ = ["End", "Offer", "State", "Survey", "survey"]
+
+State = Literal["usable", "unusable", "broken", "disabled", "absent"]
+"""Whether a rank can use a transport.
+
+``usable``: it can. ``unusable``: the transport's own probe says no. ``broken``: its plugin is.
+``disabled``: by `stagelink.transport.discovery.DISABLE_VARIABLE`. ``absent``: it is not installed.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one rank says of one transport.
+
+    Attributes:
+        state: whether it can use it.
+        reason: the whole text of why not; ``""`` where it can.
+        capabilities: as the transport declares them on that rank; None where it was not loaded.
+        description: what `Transport.describe` said there.
+    """
+
+    state: State
+    reason: str = ""
+    capabilities: Capabilities | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of the links of a rank: where it is and what it offers. Travels in HELLO.
+
+    Attributes:
+        rank: the rank.
+        server: equal on two ranks exactly when they are on one server.
+        process: equal on two ranks exactly when they are threads of one process.
+        offers: its offer of each transport it knows of, by name.
+    """
+
+    rank: int
+    server: str
+    process: str
+    offers: Mapping[str, Offer]
+
+    def place(self, transport: str) -> Place:
+        """This end as `Transport.can_connect` sees it."""
+        return Place(self.rank, self.server, self.process, self.offers[transport].description)
+
+    def to_json(self) -> dict[str, Any]:
+        """This end as values that JSON can carry."""
+        values: dict[str, Any] = _END.dump_python(self, mode="json")
+        return values
+
+    @classmethod
+    def from_json(cls, values: object) -> End:
+        """The end that a peer sent.
+
+        Raises:
+            ProtocolError: it is not of this form.
+        """
+        try:
+            return _END.validate_python(values)
+        except ValidationError as error:
+            raise ProtocolError(f"a peer's transports cannot be read: {error}") from None
+
+
+_END = TypeAdapter(End)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was found of the transports of this process.
+
+    Attributes:
+        transports: an instance of each that is usable here.
+        offers: what to tell peers of each one that was looked at.
+    """
+
+    transports: Mapping[str, Transport]
+    offers: Mapping[str, Offer]
+
+    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+        """Ask the transport of ``link``, which is usable here, about a pair of places.
+
+        Raises:
+            PluginError: its ``can_connect`` raised, or did not return a Verdict.
+        """
+        transport = self.transports[link.transport]
+        provider = f"transport {link.transport!r}"
+        return _verdict(provider, "can_connect", transport.can_connect, link, local, remote)
+
+
+def survey(
+    plugins: Plugins, names: Iterable[str] | None, options: Mapping[str, Mapping[str, JsonValue]]
+) -> Survey:
+    """Load, configure and probe transports; one that is missing or broken becomes such an offer.
+
+    Args:
+        plugins: where to find them.
+        names: those to look at; None: all. See `stagelink.transport.choice.asked_for`.
+        options: the plan's ``[transports.NAME]`` tables.
+
+    Raises:
+        PlanError: the options of one that was loaded are wrong.
+    """
+    transports: dict[str, Transport] = {}
+    offers: dict[str, Offer] = {}
+    for name in plugins.known if names is None else sorted(set(names)):
+        try:
+            cls = plugins.load(name)
+            parsed = parse_options(cls, options.get(name, {}))
+            offers[name] = _offer(plugins.provider(name), cls, parsed, transports)
+        except UnknownTransportError as error:
+            state: State = "disabled" if name in plugins.transports.disabled else "absent"
+            offers[name] = Offer(state, str(error))
+        except PluginError as error:
+            offers[name] = Offer("broken", str(error))
+    return Survey(transports, offers)
+
+
+def _offer(
+    provider: str, cls: type[Transport], options: Any, transports: dict[str, Transport]
+) -> Offer:
+    verdict = _verdict(provider, "probe", cls.probe, options)
+    if not verdict:
+        return Offer("unusable", verdict.reason, cls.capabilities)
+    transport = _call(provider, "its constructor", cls, options)
+    description = _call(provider, "describe", _description, transport)
+    transports[cls.name] = transport
+    return Offer("usable", "", cls.capabilities, description)
+
+
+def _description(transport: Transport) -> dict[str, Any]:
+    # What JSON cannot carry is to fail here, under the plugin's name, and not in a HELLO; and this
+    # rank is to see the same values as its peer.
+    description: dict[str, Any] = json.loads(json.dumps(dict(transport.describe())))
+    return description
+
+
+def _verdict(provider: str, what: str, function: Callable[..., object], *given: object) -> Verdict:
+    verdict = _call(provider, what, function, *given)
+    if isinstance(verdict, Verdict):
+        return verdict
+    raise broken(provider, [f"{what} returned {verdict!r}, not a Verdict"])
+
+
+def _call(provider: str, what: str, function: Callable[..., Any], *given: object) -> Any:
+    try:
+        return function(*given)
+    except Exception as error:
+        raise broken(provider, [f"{what} raised {type(error).__name__}: {error}"]) from error

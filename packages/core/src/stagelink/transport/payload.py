@@ -1,0 +1,63 @@
+"""A tensor as bytes and back: what may travel, and how it looks on the wire."""
+
+from __future__ import annotations
+
+import torch
+
+from stagelink.errors import MessageError, MessageTypeError
+from stagelink.plan.dtypes import DTYPE_BY_NAME, DTYPES, DType
+from stagelink.transport.header import MAX_DIMS
+
+__all__ = ["dtype_of", "from_bytes", "to_bytes"]
+
+_BY_TORCH: dict[torch.dtype, DType] = {
+    getattr(torch, dtype.name): dtype for dtype in DTYPES if hasattr(torch, dtype.name)
+}
+_TO_TORCH: dict[int, torch.dtype] = {dtype.code: known for known, dtype in _BY_TORCH.items()}
+
+
+def dtype_of(tensor: object) -> DType:
+    """The wire's element type of a tensor that may travel.
+
+    Raises:
+        MessageTypeError: it is no tensor.
+        MessageError: quantised, sparse, ``meta``, sub-byte, or of more than 8 dimensions. These
+            are refused before anything touches their bytes: some crash the process there.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise MessageTypeError(
+            f"only tensors and None can be sent, not {type(tensor).__qualname__!r} ({tensor!r:.80})"
+        )
+    dtype = _BY_TORCH.get(tensor.dtype)
+    if dtype is None or tensor.is_quantized:
+        raise MessageError(
+            f"tensors of {tensor.dtype} cannot be sent; these can: {', '.join(DTYPE_BY_NAME)}"
+        )
+    if tensor.layout is not torch.strided:
+        raise MessageError(f"a tensor of layout {tensor.layout} cannot be sent; use .to_dense()")
+    if tensor.device.type == "meta":
+        raise MessageError("a tensor on device 'meta' has no data to send")
+    if tensor.dim() > MAX_DIMS:
+        raise MessageError(
+            f"a tensor of {tensor.dim()} dimensions; at most {MAX_DIMS} can be sent"
+        )
+    return dtype
+
+
+def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in logical order as a flat uint8 tensor.
+
+    Shares memory with ``tensor`` where it is contiguous, else is a copy. Neither the tensor nor
+    its autograd graph is changed.
+    """
+    plain = tensor.detach()
+    if plain.is_conj():
+        plain = plain.resolve_conj()
+    if plain.is_neg():
+        plain = plain.resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(payload: torch.Tensor, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+    """A flat uint8 tensor of the right size seen as ``dtype`` and ``shape``; shares its memory."""
+    return payload.view(_TO_TORCH[dtype.code]).view(shape)

@@ -1,0 +1,181 @@
+"""Which transports exist here: found by entry points or registered in code, loaded when asked for.
+
+Only what is asked for is imported. A plugin that is broken and that nobody asks for harms nobody;
+one that is asked for gives an error that names distribution, entry point, cause and remedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stagelink.errors import PluginError, UnknownTransportError
+from stagelink.transport.discovery import (
+    OBSERVERS,
+    TRANSPORTS,
+    Found,
+    conflict,
+    discover,
+)
+from stagelink.transport.loading import broken, import_plugin, transport_of
+from stagelink.transport.relay import Relay, plugin_problems
+from stagelink.transport.validation import transport_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from stagelink.transport.contract import Transport
+
+__all__ = ["Broken", "Plugins"]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A transport that is installed, or registered, and cannot be used.
+
+    Attributes:
+        name: its name.
+        found: the distributions that provide it.
+        error: what is wrong with it.
+    """
+
+    name: str
+    found: tuple[Found, ...]
+    error: PluginError
+
+
+class Plugins:
+    """The plugins of one handler; there is no global registry.
+
+    What is installed is looked up once, here; the environment variable `DISABLE_VARIABLE` is read
+    at the same time.
+
+    Args:
+        transports: transport classes of the caller's own, beside the installed ones. They exist in
+            this process only: ranks in other processes must be given them too.
+        observers: modules or objects with hook implementations.
+
+    Attributes:
+        hooks: the hooks of all plugins loaded so far.
+        transports: the installed transports.
+        observers: the installed observers.
+
+    Raises:
+        PluginError: a class or observer that was given is wrong.
+    """
+
+    def __init__(
+        self,
+        transports: Iterable[type[Transport]] = (),
+        observers: Iterable[object] = (),
+    ) -> None:
+        self.hooks = Relay()
+        self.transports = discover(TRANSPORTS)
+        self.observers = discover(OBSERVERS)
+        self._registered: dict[str, type[Transport]] = {}
+        self._loaded: dict[str, type[Transport]] = {}
+        for cls in transports:
+            self.register(cls)
+        for observer in observers:
+            self.observe(observer)
+
+    @property
+    def known(self) -> list[str]:
+        """Names of all transports that may be asked for, sorted; nothing is imported."""
+        return sorted({*self.transports.by_name, *self._registered})
+
+    def register(self, cls: type[Transport]) -> None:
+        """Add a transport class in code, for this handler and this process.
+
+        Raises:
+            PluginError: it cannot be a transport, its name is core's own, or another class has it.
+        """
+        problems = transport_problems(cls)
+        if problems:
+            raise broken(f"the transport {cls!r} registered in code", problems)
+        if self.transports.ships(cls.name):
+            raise PluginError(f"{cls.name!r} is the name of core's own transport; take another")
+        other = self._registered.setdefault(cls.name, cls)
+        if other is not cls:
+            raise conflict(cls.name, [_in_code(other), _in_code(cls)])
+
+    def observe(self, observer: object) -> None:
+        """Add an observer in code: a module, or an object with hook implementations as methods.
+
+        Raises:
+            PluginError: it has no hook implementation, or a wrong one.
+        """
+        problems = plugin_problems(observer)
+        if problems:
+            raise broken(f"the observer {observer!r} given in code", problems)
+        self.hooks.add(observer, f"observer {observer!r}")
+
+    def load_observers(self, names: Iterable[str]) -> None:
+        """Import the observers that a plan lists, in its order.
+
+        Raises:
+            PluginError: one is not installed, disabled, provided twice or broken.
+        """
+        for name in names:
+            if name not in self.observers.by_name:
+                raise PluginError(self.observers.absent("observer", name, self.observers.by_name))
+            self.hooks.add(import_plugin(self.observers.sole(name)), f"observer {name}")
+
+    def load(self, name: str) -> type[Transport]:
+        """The transport of that name; imports its module if need be, and no other.
+
+        Raises:
+            UnknownTransportError: nothing here provides it, or it is disabled.
+            PluginError: it is broken, or provided more than once.
+        """
+        if name in self._registered:
+            return self._sole_registered(name)
+        if name not in self._loaded:
+            self._loaded[name] = self._load_installed(name)
+        return self._loaded[name]
+
+    def load_all(self) -> tuple[dict[str, type[Transport]], list[Broken]]:
+        """Every transport that can be loaded, by name, and those that cannot; raises nothing."""
+        usable: dict[str, type[Transport]] = {}
+        failed: list[Broken] = []
+        for name in self.known:
+            try:
+                usable[name] = self.load(name)
+            except PluginError as error:
+                failed.append(Broken(name, self.transports.by_name.get(name, ()), error))
+            failed += map(_usurper, self.transports.usurpers(name))
+        return usable, failed
+
+    def provider(self, name: str) -> str:
+        """Who provides a transport that can be loaded: a distribution, or code of this process."""
+        if name in self._registered:
+            return _in_code(self._registered[name])
+        return str(self.transports.sole(name))
+
+    def _sole_registered(self, name: str) -> type[Transport]:
+        cls = self._registered[name]
+        installed = self.transports.by_name.get(name, ())
+        if installed:
+            raise conflict(name, [_in_code(cls), *map(str, installed)])
+        return cls
+
+    def _load_installed(self, name: str) -> type[Transport]:
+        if name not in self.transports.by_name:
+            raise UnknownTransportError(self.transports.absent("transport", name, self.known))
+        found = self.transports.sole(name)
+        plugin = import_plugin(found)
+        cls = transport_of(found, plugin)
+        self.hooks.add(plugin, f"transport {name}")
+        return cls
+
+
+def _in_code(cls: type[Transport]) -> str:
+    return f"class {cls.__module__}.{cls.__qualname__}, registered in code"
+
+
+def _usurper(found: Found) -> Broken:
+    name = found.entry_point.name
+    error = broken(
+        str(found), [f"{name!r} is the name of core's own transport, which is used in its place"]
+    )
+    return Broken(name, (found,), error)

@@ -1,0 +1,169 @@
+"""Whether a class can be used as a transport: everything that can be wrong with it, in words.
+
+Found when the plugin is loaded, in the author's terms, instead of as a strange error at the first
+message.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import MISSING, fields, is_dataclass
+
+from pydantic import PydanticUserError, TypeAdapter
+
+from stagelink.plan.dtypes import DTYPE_BY_NAME
+from stagelink.plan.problems import quoted, unknown
+from stagelink.transport.contract import API_VERSION, Capabilities, Transport
+
+__all__ = ["transport_problems"]
+
+_METHODS = (
+    "__init__",
+    "can_connect",
+    "close",
+    "describe",
+    "open_receiver",
+    "open_sender",
+    "probe",
+)
+
+
+def transport_problems(candidate: object) -> list[str]:
+    """What keeps ``candidate``, as a registration hook returned it, from being a transport.
+
+    Checks what can be seen without making an instance: that it is a concrete subclass of
+    `Transport`, written for this version of the contract, with a name, capabilities and options of
+    the right form and methods that take the contract's arguments by position.
+
+    Returns:
+        One text per problem, each with its remedy; empty where there is none.
+    """
+    if isinstance(candidate, Transport):
+        name = type(candidate).__qualname__
+        return [f"{candidate!r} is an instance; return the class {name!r} itself"]
+    if not isinstance(candidate, type):
+        return [f"{candidate!r} is not a class; return a subclass of stagelink's Transport"]
+    if not issubclass(candidate, Transport):
+        return [f"class {candidate.__qualname__!r} is not a subclass of stagelink's Transport"]
+    # Of another major version nothing else can be judged.
+    return _version_problems(candidate) or [
+        *_name_problems(candidate),
+        *_abstract_problems(candidate),
+        *_method_problems(candidate),
+        *_capability_problems(candidate),
+        *_option_problems(candidate),
+    ]
+
+
+def _version_problems(cls: type[Transport]) -> list[str]:
+    ours = _dotted(API_VERSION)
+    version = getattr(cls, "api_version", None)
+    if version is None:
+        return [
+            f"class {cls.__qualname__!r} states no api_version, and this stagelink has {ours}; "
+            f"write the version it was made for, as `api_version = {API_VERSION}`"
+        ]
+    if not _is_version(version):
+        return [
+            f"its api_version {version!r} is not (major, minor), and this stagelink has {ours}; "
+            f"write it as `api_version = {API_VERSION}`"
+        ]
+    if version[0] != API_VERSION[0] or version[1] > API_VERSION[1]:
+        older = version[0] < API_VERSION[0]
+        return [
+            f"it was made for api_version {_dotted(version)}, and this stagelink has {ours} and "
+            f"takes {API_VERSION[0]}.0 to {ours}; install a newer "
+            f"{'release of the plugin' if older else 'stagelink'}, or a plugin that fits"
+        ]
+    return []
+
+
+def _is_version(version: object) -> bool:
+    return (
+        isinstance(version, tuple)
+        and len(version) == len(API_VERSION)
+        and all(type(part) is int for part in version)
+    )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _name_problems(cls: type[Transport]) -> list[str]:
+    name = getattr(cls, "name", None)
+    if isinstance(name, str) and name:
+        return []
+    return [f"class {cls.__qualname__!r} has no name; set the class attribute `name` to its word"]
+
+
+def _abstract_problems(cls: type[Transport]) -> list[str]:
+    missing: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
+    if not missing:
+        return []
+    return [f"class {cls.__qualname__!r} lacks {quoted(sorted(missing))}"]
+
+
+def _method_problems(cls: type[Transport]) -> list[str]:
+    problems = (_method_problem(cls, name) for name in _METHODS)
+    return [problem for problem in problems if problem]
+
+
+def _method_problem(cls: type[Transport], name: str) -> str | None:
+    if not callable(getattr(cls, name)):
+        return f"{name!r} of class {cls.__qualname__!r} is not a method"
+    wanted = [*inspect.signature(getattr(Transport, name)).parameters]
+    arguments = [word for word in wanted if word != "self"]
+    given = [*_self_of(cls, name), *arguments]
+    try:
+        signature = inspect.signature(getattr(cls, name))
+    except ValueError:  # made in C: it cannot be looked into
+        return None
+    try:
+        signature.bind(*given)
+    except TypeError:
+        return (
+            f"{name}{signature} of class {cls.__qualname__!r} cannot be called as "
+            f"{name}({', '.join(arguments)})"
+        )
+    return None
+
+
+def _self_of(cls: type[Transport], name: str) -> list[str]:
+    bound = isinstance(inspect.getattr_static(cls, name), (classmethod, staticmethod))
+    # Core calls probe on the class: a plain function would take the options for self.
+    return [] if bound or name == "probe" else ["self"]
+
+
+def _capability_problems(cls: type[Transport]) -> list[str]:
+    capabilities = getattr(cls, "capabilities", None)
+    if not isinstance(capabilities, Capabilities):
+        return [f"class {cls.__qualname__!r} has no `capabilities`, an instance of Capabilities"]
+    problems = [
+        f"its capabilities: {unknown('dtype', dtype, DTYPE_BY_NAME, owner='stagelink')}"
+        for dtype in sorted(capabilities.dtypes or ())
+        if dtype not in DTYPE_BY_NAME
+    ]
+    if capabilities.in_flight < 1:
+        problems.append(f"its capabilities say in_flight {capabilities.in_flight}; 1 is the least")
+    if capabilities.same_process and capabilities.distinct_processes:
+        problems.append("its capabilities ask for one process and for two")
+    return problems
+
+
+def _option_problems(cls: type[Transport]) -> list[str]:
+    options = cls.Options
+    if not (inspect.isclass(options) and is_dataclass(options)):
+        return [f"Options of class {cls.__qualname__!r} is no dataclass"]
+    bare = [
+        field.name
+        for field in fields(options)
+        if field.default is MISSING and field.default_factory is MISSING
+    ]
+    if bare:
+        return [f"its options {quoted(bare)} have no default"]
+    try:
+        TypeAdapter(options).rebuild(raise_errors=True)
+    except (PydanticUserError, NameError) as error:
+        return [f"the types of its Options cannot be read: {error}"]
+    return []

@@ -1,0 +1,149 @@
+"""The two ends of a link: a payload, a trailer of one byte behind it, and a receipt that comes back.
+
+Gloo tells an operation of its peer's death unless bytes of it are on their way. So nobody waits for
+a payload: the receiver waits for the trailer, which cannot be on its way before the payload is
+through, and the sender for the receiver's receipt, a note on core's connection, which core watches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from stagelink.transport.contract import FINISHED, Pending, Receiver, Sender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stagelink.transport.contract import Announce, Deadline, Link, Message, Port
+    from stagelink.transport.header import Header
+    from stagelink_gloo.pair import Operation, Pair
+
+__all__ = ["GlooReceiver", "GlooSender"]
+
+_PAYLOAD_TAG = 0
+_TRAILER_TAG = 1
+_RECEIPT = b"received"
+
+
+class GlooSender(Sender):
+    """The sending end.
+
+    Args:
+        pair: the connection with the receiver's rank.
+        link: for errors.
+        port: for receipts.
+    """
+
+    def __init__(self, pair: Pair, link: Link, port: Port) -> None:
+        self._pair = pair
+        self._port = port
+        self._doing = f"{link}: sending"
+        self._trailer = torch.zeros(1, dtype=torch.uint8)
+        self._begun = 0
+        self._receipts = 0
+
+    def begin(self, message: Message, announce: Announce) -> Pending:
+        """Hand the payload to gloo, which reads it when the receiver is ready; an empty one is done.
+
+        Raises:
+            RuntimeError: the connection is closed.
+        """
+        if not message.header.payload_bytes:
+            announce()
+            return FINISHED
+        payload = self._pair.send(message.payload, _PAYLOAD_TAG, self._doing)
+        trailer = self._pair.send(self._trailer, _TRAILER_TAG, self._doing)
+        self._begun += 1
+        announce()
+        return _Sent(self, self._begun, payload, trailer)
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        """A receipt: one more message is through."""
+        del note, fds
+        self._receipts += 1
+        self._port.wake()
+
+    def wait_receipt(self, number: int, deadline: Deadline) -> None:
+        """Block until the receiver has the ``number``-th message, counted from 1.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            StagelinkError: the handler failed or was closed meanwhile.
+        """
+        if not self._port.wait(lambda: self._receipts >= number, deadline):
+            raise TimeoutError(f"{self._doing}: no receipt within {deadline.seconds:g} s")
+
+    def abort(self, cause: BaseException) -> None:
+        """Close the connection, so that the peer is woken as well."""
+        del cause
+        self._pair.break_off()
+
+
+class _Sent(Pending):
+    def __init__(
+        self, sender: GlooSender, number: int, payload: Operation, trailer: Operation
+    ) -> None:
+        self._sender = sender
+        self._number = number
+        self._payload = payload
+        self._trailer = trailer
+
+    def finish(self, deadline: Deadline) -> None:
+        self._sender.wait_receipt(self._number, deadline)
+        self._payload.wait(deadline)
+        self._trailer.wait(deadline)
+
+
+class GlooReceiver(Receiver):
+    """The receiving end.
+
+    Args:
+        pair: the connection with the sender's rank.
+        link: for errors.
+        port: for receipts.
+    """
+
+    def __init__(self, pair: Pair, link: Link, port: Port) -> None:
+        self._pair = pair
+        self._port = port
+        self._doing = f"{link}: receiving"
+        self._trailer = torch.zeros(1, dtype=torch.uint8)
+
+    def begin(
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+    ) -> Pending:
+        """Receive into the accepted buffer; the bytes come in whether anybody waits or not.
+
+        Raises:
+            RuntimeError: the connection is closed.
+        """
+        del note, fds
+        buffer = accept()
+        if not header.payload_bytes:
+            return FINISHED
+        payload = self._pair.receive(buffer, _PAYLOAD_TAG, self._doing)
+        trailer = self._pair.receive(self._trailer, _TRAILER_TAG, self._doing)
+        return _Received(self._port, payload, trailer)
+
+    def abort(self, cause: BaseException) -> None:
+        """As `GlooSender.abort`."""
+        del cause
+        self._pair.break_off()
+
+
+class _Received(Pending):
+    def __init__(self, port: Port, payload: Operation, trailer: Operation) -> None:
+        self._port = port
+        self._payload = payload
+        self._trailer = trailer
+
+    def finish(self, deadline: Deadline) -> None:
+        self._trailer.wait(deadline)
+        self._payload.wait(deadline)
+        self._port.note(_RECEIPT)

@@ -1,0 +1,224 @@
+"""The gloo connection of one pair of ranks, and the rules by which its handles are safe.
+
+Gloo cannot be asked whether an operation is done, only waited for, and it is unforgiving: a handle
+that is dropped early wedges the connection, one that is waited for twice blocks, and a receive into
+a buffer that is too small ends the process. So every handle stays in its pair's hands until it has
+been waited for, once, by whoever comes first: the ``finish`` that needs it, or the clean-up.
+
+A wait that runs out of time closes every connection of its group. A group here has one connection,
+and a missed deadline fails the handler, so deadlines are simply given to gloo; and the clean-up
+closes the connection by a spare receive that nobody answers. Operations that wait for their peer
+then raise at once; one whose bytes are on their way is not told, but once the connection is closed
+it, too, can be waited for briefly and let go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from stagelink.transport.contract import Deadline, Port
+
+__all__ = ["Operation", "Pair", "connect"]
+
+_SPARE_TAG = 2**31 - 1
+_AT_ONCE = timedelta(milliseconds=1)
+_LONGEST_S = 365 * 86400.0
+"""What stands for no deadline: gloo counts in nanoseconds, and 300 years overflow."""
+
+_CONNECT_ROUNDS = 5
+"""How often gloo waits for the group's time-out before it gives up connecting."""
+
+
+class Operation:
+    """One send or receive under way; keeps its buffer alive.
+
+    Args:
+        handles: the pair's handles that nobody has waited for yet.
+        buffer: what is sent or received into.
+        doing: what to call it in an error.
+    """
+
+    __slots__ = ("_buffer", "_doing", "_handles")
+
+    def __init__(
+        self, handles: dict[Operation, Any], buffer: torch.Tensor, doing: str
+    ) -> None:
+        self._handles = handles
+        self._buffer = buffer
+        self._doing = doing
+
+    def wait(self, deadline: Deadline) -> None:
+        """Block until it is done; once.
+
+        Raises:
+            TimeoutError: the deadline passed; the connection is closed.
+            ConnectionError: the connection was closed, here or by the peer.
+        """
+        handle = self._handles.pop(self, None)
+        what = f"{self._doing} {self._buffer.numel()} bytes"
+        if handle is None:
+            raise ConnectionError(f"{what}: given up, the connection is closed")
+        try:
+            handle.wait(_time_left(deadline))
+        except RuntimeError as error:
+            raise _failure(what, deadline, error) from error
+        finally:
+            del handle  # a traceback that is kept would keep gloo's threads with it
+
+    def give_up(self) -> None:
+        """Let go of it, on a closed connection, unless somebody waits for it."""
+        handle = self._handles.pop(self, None)
+        if handle is not None:
+            with suppress(RuntimeError):  # it cannot have succeeded, and why is known
+                handle.wait(_AT_ONCE)
+
+
+class Pair:
+    """The connection of two ranks, for the links of both directions. Safe from any thread.
+
+    Args:
+        group: a `ProcessGroupGloo` of these two ranks only.
+        me: this rank's number in it, 0 or 1.
+        peer: the other's rank in the plan.
+    """
+
+    def __init__(self, group: Any, me: int, peer: int) -> None:
+        self._group = group
+        self._other = 1 - me
+        self._peer = peer
+        self._handles: dict[Operation, Any] = {}
+        self._lock = threading.Lock()
+        self._breaker: threading.Thread | None = None
+        _pairs.add(self)
+
+    def send(self, buffer: torch.Tensor, tag: int, doing: str) -> Operation:
+        """Start to send ``buffer``, flat and contiguous; returns at once.
+
+        Gloo reads the buffer once the peer has posted its receive, not now.
+
+        Raises:
+            RuntimeError: the connection is closed.
+        """
+        with self._lock:
+            return self._own(self._group.send([buffer], self._other, tag), buffer, doing)
+
+    def receive(self, buffer: torch.Tensor, tag: int, doing: str) -> Operation:
+        """Start to receive into ``buffer``; returns at once.
+
+        The peer's message of that tag must have exactly its size: a longer one ends the process.
+
+        Raises:
+            RuntimeError: the connection is closed.
+        """
+        with self._lock:
+            return self._own(self._group.recv([buffer], self._other, tag), buffer, doing)
+
+    def _own(self, handle: Any, buffer: torch.Tensor, doing: str) -> Operation:
+        operation = Operation(self._handles, buffer, doing)
+        self._handles[operation] = handle
+        return operation
+
+    def break_off(self) -> None:
+        """Close the connection and make every wait on it end; returns at once.
+
+        It is done by a thread of its own within milliseconds.
+        """
+        with self._lock:
+            if self._breaker is None:
+                name = f"stagelink-gloo-break-{self._peer}"
+                self._breaker = threading.Thread(target=self._break, name=name, daemon=True)
+                self._breaker.start()
+
+    def _break(self) -> None:
+        with suppress(RuntimeError):  # running out of time is the purpose; or it is closed already
+            self._group.recv([torch.empty(1)], self._other, _SPARE_TAG).wait(_AT_ONCE)
+        with self._lock:
+            left = tuple(self._handles)
+        for operation in left:
+            operation.give_up()
+
+    def close(self, deadline: Deadline) -> None:
+        """Give everything back, by the deadline; what is still under way is broken off."""
+        if self._handles:
+            self.break_off()
+        if self._breaker is not None:
+            self._breaker.join(min(deadline.remaining_s, threading.TIMEOUT_MAX))
+        self._group = None
+
+
+def connect(port: Port, interface: str | None, deadline: Deadline) -> Pair:
+    """Connect this rank with the port's peer; blocks until the peer does the same.
+
+    Args:
+        port: its store must be under a prefix that was never used before.
+        interface: name of the network interface; None: gloo's own choice.
+        deadline: for both together.
+
+    Raises:
+        TimeoutError: the peer did not come in time.
+        ConnectionError: the interface has no address, the store failed or the peer is unreachable.
+    """
+    me = int(port.rank > port.peer)
+    try:
+        return Pair(_group(port.store(), me, interface, deadline), me, port.peer)
+    except RuntimeError as error:
+        what = f"rank {port.rank} connecting with rank {port.peer} by gloo"
+        raise _failure(what, deadline, error) from error
+
+
+def _group(store: Store, me: int, interface: str | None, deadline: Deadline) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [
+        # Not lazy, whatever the environment says: the store is ours only while we open.
+        gloo.create_device(interface=interface, lazy_init=False)
+        if interface
+        else gloo.create_default_device(lazy_init=False)
+    ]
+    options._threads = 0  # they run collectives; a send or receive has none
+    store.set(f"here/{me}", "1")
+    store.wait([f"here/{1 - me}"], _time_left(deadline))
+    # From here on it is a matter of milliseconds, unless the peer dies between.
+    options._timeout = _time_left(deadline, _CONNECT_ROUNDS)
+    return gloo(store, me, 2, options)
+
+
+def _time_left(deadline: Deadline, rounds: int = 1) -> timedelta:
+    seconds = min(deadline.remaining_s, _LONGEST_S) / rounds
+    # Upwards, so that the deadline has passed when it is over; and 0 would be the group's own.
+    return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))
+
+
+def _failure(what: str, deadline: Deadline, error: RuntimeError) -> OSError:
+    if deadline.passed:
+        return TimeoutError(f"{what}: not done within {deadline.seconds:g} s")
+    return ConnectionError(f"{what}: {error}")
+
+
+_pairs: WeakSet[Pair] = WeakSet()
+
+
+def _outlive() -> None:
+    """Keep a forked child from ever destroying a group that it inherited.
+
+    That would wait for threads that only the parent has, and take the parent's sockets out of the
+    event queue that the two share, which ends the parent's process.
+    """
+    for pair in _pairs:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair._group))
+
+
+os.register_at_fork(after_in_child=_outlive)

@@ -1,0 +1,144 @@
+"""The walk against a simulator too simple to be wrong, over random shapes, orders and windows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagelink.plan import Plan, Stage
+from stagelink.schedule import Action, Kind, walk
+
+Programs = Sequence[Sequence[Action]]
+Operation = tuple[str, int, int]
+
+
+class Simulator:
+    """Runs lists of operations, in rounds that see only what happened in earlier rounds."""
+
+    def __init__(self, plan: Plan, programs: Programs, windows: Sequence[int], *, synchronise: bool):
+        self.plan = plan
+        self.windows = windows
+        self.facts: set[tuple[str, int, int, int]] = set()
+        self.sent: Counter[tuple[int, int, int]] = Counter()
+        self.freed: Counter[tuple[int, int, int]] = Counter()
+        self.peaks = [0] * len(plan.edges)
+        self.rounds = 0
+        self.left = [self.operations(rank, programs, synchronise) for rank in range(len(programs))]
+
+    def operations(self, rank: int, programs: Programs, synchronise: bool) -> list[list[Operation]]:
+        stage = self.plan.stage_of(rank)
+        ins, outs = self.plan.inputs(stage.index), self.plan.outputs(stage.index)
+        actions: list[list[Operation]] = []
+        turn = 0
+        for action in programs[rank]:
+            g = action.microbatch
+            if action.kind is Kind.FORWARD:
+                todo = [("receive", edge.index, g) for edge in ins]
+                todo += [("send", edge.index, g) for edge in outs]
+            else:
+                todo = [("receive gradient", edge.index, g) for edge in outs if edge.tensor.grad]
+                todo += [("synchronise", stage.index, turn)] if synchronise else []
+                todo += [("send gradient", edge.index, g) for edge in ins if edge.tensor.grad]
+                turn += 1
+            actions.append(todo)
+        turns = max(sum(a.kind is Kind.BACKWARD for a in programs[other]) for other in stage.ranks)
+        if synchronise and turn < turns:
+            actions = actions or [[]]
+            actions[-1].append(("join", stage.index, turn))
+        return actions
+
+    def run(self) -> Simulator:
+        moved = True
+        while moved:
+            facts, freed = set(self.facts), Counter(self.freed)
+            moved = any([self.turn(rank, facts, freed) for rank in range(len(self.left))])
+            self.rounds += moved
+        return self
+
+    def turn(self, rank: int, facts: set[tuple[str, int, int, int]], freed: Counter) -> bool:
+        """One action, or as much of it as can be; whether anything was done."""
+        if not self.left[rank]:
+            return False
+        todo = self.left[rank][0]
+        before = len(todo), len(self.facts)
+        while todo and self.do(rank, todo[0], facts, freed):
+            todo.pop(0)
+        if todo:
+            return (len(todo), len(self.facts)) != before
+        self.left[rank].pop(0)
+        return True
+
+    def do(self, rank: int, operation: Operation, facts: set, freed: Counter) -> bool:
+        what, index, number = operation
+        if what in {"join", "synchronise"}:
+            self.facts.add(("joined", index, number, rank))
+            everybody = {("joined", index, number, r) for r in self.plan.stages[index].ranks}
+            return what == "join" or everybody <= facts
+        edge = self.plan.edges[index]
+        source, target = self.plan.stages[edge.source], self.plan.stages[edge.target]
+        channel = (index, holder(source, number), holder(target, number))
+        if what == "receive":
+            if ("message", index, number, 0) not in facts:
+                return False
+            self.freed[channel] += not edge.tensor.grad
+        elif what == "receive gradient":
+            if ("gradient", index, number, 0) not in facts:
+                return False
+            self.freed[channel] += 1
+        elif what == "send":
+            in_flight = self.sent[channel] - freed[channel]
+            if in_flight == self.windows[index]:
+                return False
+            self.sent[channel] += 1
+            self.peaks[index] = max(self.peaks[index], in_flight + 1)
+            self.facts.add(("message", index, number, 0))
+        else:
+            self.facts.add(("gradient", index, number, 0))
+        return True
+
+
+def holder(stage: Stage, microbatch: int) -> int:
+    return stage.ranks[microbatch % len(stage.ranks)]
+
+
+@st.composite
+def any_order(draw: st.DrawFn, plan: Plan, microbatches: int) -> list[list[Action]]:
+    """Lists of actions that are right rank by rank, but may well wait in a circle together."""
+    lists = []
+    for rank in range(plan.world_size):
+        stage, own = plan.stage_of(rank), []
+        for g in range(plan.replica_of(rank), microbatches, stage.replicas):
+            first = draw(st.integers(0, len(own)))
+            own.insert(first, Action(Kind.FORWARD, stage.index, g))
+            second = draw(st.integers(first + 1, len(own)))
+            own.insert(second, Action(Kind.BACKWARD, stage.index, g))
+        lists.append(own)
+    return lists
+
+
+@given(data=st.data())
+def test_ends_as_the_simulator_does(data, shapes, make_plan, programs):
+    plan = make_plan(*data.draw(shapes))
+    microbatches = data.draw(st.integers(0, 11), "microbatches")
+    warm_up = data.draw(st.lists(st.integers(0, 5), min_size=4, max_size=4), "warm-up")
+    by_schedule = st.just(programs(plan, microbatches, warm_up))
+    lists = data.draw(by_schedule | any_order(plan, microbatches), "lists")
+    sizes = st.lists(
+        st.integers(1, 5), min_size=len(plan.edges), max_size=len(plan.edges)
+    )
+    windows = data.draw(st.none() | sizes, "windows")
+    synchronise = data.draw(st.booleans(), "synchronise")
+
+    walked = walk(plan, lists, microbatches, windows, synchronise=synchronise)
+
+    sizes = windows or [microbatches] * len(plan.edges)
+    naive = Simulator(plan, lists, sizes, synchronise=synchronise).run()
+    from hypothesis import event; event(f"hang {bool(walked.waits)} sync {synchronise} win {windows is not None}")
+    assert [wait.rank for wait in walked.waits] == [r for r, left in enumerate(naive.left) if left]
+    assert list(walked.peaks) == naive.peaks
+    if not walked.waits:
+        assert walked.rounds == naive.rounds
