@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagelink.plan import Plan, Stage
@@ -120,6 +119,7 @@ def any_order(draw: st.DrawFn, plan: Plan, microbatches: int) -> list[list[Actio
     return lists
 
 
+@settings(max_examples=300)
 @given(data=st.data())
 def test_ends_as_the_simulator_does(data, shapes, make_plan, programs):
     plan = make_plan(*data.draw(shapes))
@@ -127,18 +127,44 @@ def test_ends_as_the_simulator_does(data, shapes, make_plan, programs):
     warm_up = data.draw(st.lists(st.integers(0, 5), min_size=4, max_size=4), "warm-up")
     by_schedule = st.just(programs(plan, microbatches, warm_up))
     lists = data.draw(by_schedule | any_order(plan, microbatches), "lists")
-    sizes = st.lists(
-        st.integers(1, 5), min_size=len(plan.edges), max_size=len(plan.edges)
-    )
+    sizes = st.lists(st.integers(1, 5), min_size=len(plan.edges), max_size=len(plan.edges))
     windows = data.draw(st.none() | sizes, "windows")
     synchronise = data.draw(st.booleans(), "synchronise")
 
     walked = walk(plan, lists, microbatches, windows, synchronise=synchronise)
 
-    sizes = windows or [microbatches] * len(plan.edges)
-    naive = Simulator(plan, lists, sizes, synchronise=synchronise).run()
-    from hypothesis import event; event(f"hang {bool(walked.waits)} sync {synchronise} win {windows is not None}")
-    assert [wait.rank for wait in walked.waits] == [r for r, left in enumerate(naive.left) if left]
+    unlimited = [microbatches] * len(plan.edges)
+    naive = Simulator(plan, lists, windows or unlimited, synchronise=synchronise).run()
+    waiting = {wait.rank: wait for wait in walked.waits}
+    assert list(waiting) == [rank for rank, left in enumerate(naive.left) if left]
     assert list(walked.peaks) == naive.peaks
-    if not walked.waits:
+    assert all(wait.blocker in waiting for wait in walked.waits)
+    if not waiting:
         assert walked.rounds == naive.rounds
+
+
+def test_takes_as_long_as_a_filled_line(make_plan, programs):
+    plan = make_plan([1, 1, 1, 1])
+    walked = walk(plan, programs(plan, 8, (3, 2, 1, 0)), 8)
+    # 8 forwards and 8 backwards, behind 3 stages there and 3 back.
+    assert walked.rounds == 2 * 8 + 2 * 3
+    assert walked.peaks == (4, 3, 2)
+
+
+def test_nothing_to_do_takes_no_time(make_plan, programs):
+    plan = make_plan([2, 1])
+    walked = walk(plan, programs(plan, 0, (1, 0)), 0, synchronise=True)
+    assert (walked.waits, walked.peaks, walked.rounds) == ((), (0,), 0)
+
+
+def test_a_place_without_gradient_is_free_once_received(make_plan, programs):
+    plan = make_plan([1, 1], [(0, 1, False)])
+    walked = walk(plan, programs(plan, 9, (9, 9), "evaluate"), 9, [1])
+    assert (walked.waits, walked.peaks) == ((), (1,))
+
+
+def test_a_replica_that_is_through_takes_part_idle(make_plan, programs):
+    plan = make_plan([3, 1])
+    for microbatches in (1, 2, 4, 5):
+        walked = walk(plan, programs(plan, microbatches, (0, 0)), microbatches, synchronise=True)
+        assert not walked.waits

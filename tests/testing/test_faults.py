@@ -209,14 +209,33 @@ def test_a_lost_message_runs_into_the_deadline() -> None:
         pair.carry(1, timeout_s=0.01)
 
 
-def test_abort_ends_the_wait_for_a_lost_message() -> None:
-    pair = Pair(Hold(message=0, at=Point.RECEIVE_FINISH, until=Gate()))
+class WatchedGate(Gate):
+    """Tells when somebody has begun to wait at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
+    def wait(self, deadline: Deadline, given_up: Callable[[], bool]) -> bool:
+        def watched() -> bool:
+            self.asked.set()  # under the gate's lock: a nudge from now on finds a waiter
+            return given_up()
+
+        return super().wait(deadline, watched)
+
+
+def test_abort_wakes_the_wait_for_a_lost_message() -> None:
+    gate, deadline = WatchedGate(), Deadline(10)
+    pair = Pair(Hold(message=0, at=Point.RECEIVE_FINISH, until=gate))
     pair.begin(1)
     pending = pair.receive()
-    aborting = threading.Thread(target=pair.receiver.abort, args=(OSError(),))
+    aborting = threading.Thread(
+        target=lambda: (gate.asked.wait(), pair.receiver.abort(OSError())), daemon=True
+    )
     aborting.start()
     with pytest.raises(ConnectionAbortedError):
-        pending.finish(Deadline(20))
+        pending.finish(deadline)
+    assert not deadline.passed
     aborting.join()
 
 

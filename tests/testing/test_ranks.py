@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from stagelink.testing import RankFailedError, no_leaks, report, run_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from torch.distributed import Store
 
@@ -60,6 +62,10 @@ def raise_on_one(rank: int, world_size: int, store: Store) -> int:
         sys.stderr.write("seen on stderr")
         raise ZeroDivisionError("nothing to divide")
     return rank
+
+
+def write_words(rank: int, world_size: int, store: Store, words: str) -> None:
+    os.write(2, words.encode())
 
 
 def leave(rank: int, world_size: int, store: Store, how: int) -> None:
@@ -136,6 +142,32 @@ def test_arguments_of_the_test_modules_classes(rank_pool: RankPool) -> None:
     assert rank_pool.run(forward_parcel, 2, Parcel(9, "x")) == [Parcel(0, "x"), Parcel(1, "x")]
 
 
+FOREIGN_MODULE = """
+from dataclasses import dataclass
+
+@dataclass
+class Note:
+    text: str
+
+def shout(rank, world_size, store, note):
+    return Note(note.text.upper())
+"""
+
+
+def test_a_module_that_no_name_leads_to(
+    rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "notes.py"
+    file.write_text(FOREIGN_MODULE)
+    spec = importlib.util.spec_from_file_location("no_name_leads_here", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert rank_pool.run(module.shout, 1, module.Note("hi")) == [module.Note("HI")]
+
+
 def test_tensors_come_by_value_and_of_any_size(rank_pool: RankPool) -> None:
     small, large = rank_pool.run(count_to, 2, 1_000_000)
     assert torch.equal(small + 1, large)
@@ -165,6 +197,11 @@ def test_an_exception_comes_home_with_its_traceback(rank_pool: RankPool) -> None
     assert "seen on stdout" in text
     assert "seen on stderr" in text
     assert [outcome.ok for outcome in error.outcomes] == [True, False]
+
+
+def test_output_of_an_earlier_run_is_not_shown(rank_pool: RankPool) -> None:
+    rank_pool.run(write_words, 2, "old words")
+    assert "old words" not in str(failure(rank_pool, raise_on_one, 2))
 
 
 def test_a_failed_run_costs_its_processes_only(rank_pool: RankPool) -> None:

@@ -43,19 +43,18 @@ class PlanError(StagelinkError, ValueError):
 
 
 class VerificationError(PlanError):
-    """The plan is well-formed, but its schedule cannot run: it waits in a circle or needs too
-    much.
+    """The plan is well-formed, but its schedule cannot run: it hangs, or needs too much.
 
     The text names the ranks, actions and microbatches of the circle.
     """
 
 
 class PluginError(StagelinkError, RuntimeError):
-    """A plugin that was asked for is broken; the text names distribution, entry point and cause."""
+    """A plugin that was asked for is broken; the text names distribution and cause."""
 
 
 class UnknownTransportError(PluginError, LookupError):
-    """No installed plugin provides the transport that was asked for; the text lists those known."""
+    """No installed plugin provides the transport asked for; the text lists those known."""
 
 
 class NoTransportError(StagelinkError, RuntimeError):
@@ -93,7 +92,7 @@ class RefusedError(MessageError):
 
 
 class UsageError(StagelinkError, RuntimeError):
-    """A call out of place: a microbatch of another replica, a session that was left, a second receive."""
+    """A call out of place: another replica's microbatch, a session left, a second receive."""
 
 
 class DeadlineError(StagelinkError, TimeoutError):

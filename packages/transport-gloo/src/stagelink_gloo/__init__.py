@@ -1,4 +1,4 @@
-"""CPU tensors between processes, within a server and across servers, by the Gloo inside PyTorch."""
+"""CPU tensors between processes, on one server or on several, by the Gloo inside PyTorch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The two ends of a link: a payload, a trailer of one byte behind it, and a receipt that comes back.
+"""The two ends of a link: a payload, a trailer of one byte behind it, a receipt that comes back.
 
-Gloo tells an operation of its peer's death unless bytes of it are on their way. So nobody waits for
-a payload: the receiver waits for the trailer, which cannot be on its way before the payload is
-through, and the sender for the receiver's receipt, a note on core's connection, which core watches.
+Gloo tells an operation of its peer's death unless bytes of it are on their way. So nobody waits
+for a payload: the receiver waits for the trailer, which cannot be on its way before the payload is
+through; the sender for the receiver's receipt, a note on core's connection, which core watches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stagelink.transport.contract import FINISHED, Pending, Receiver, Sender
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stagelink.transport.contract import Announce, Deadline, Link, Message, Port
+    from stagelink.transport.contract import Announce, Deadline, Message, Port
     from stagelink.transport.header import Header
     from stagelink_gloo.pair import Operation, Pair
 
@@ -32,20 +32,19 @@ class GlooSender(Sender):
 
     Args:
         pair: the connection with the receiver's rank.
-        link: for errors.
-        port: for receipts.
+        port: for the link's name and receipts.
     """
 
-    def __init__(self, pair: Pair, link: Link, port: Port) -> None:
+    def __init__(self, pair: Pair, port: Port) -> None:
         self._pair = pair
         self._port = port
-        self._doing = f"{link}: sending"
+        self._doing = f"{port.link}: sending"
         self._trailer = torch.zeros(1, dtype=torch.uint8)
         self._begun = 0
         self._receipts = 0
 
     def begin(self, message: Message, announce: Announce) -> Pending:
-        """Hand the payload to gloo, which reads it when the receiver is ready; an empty one is done.
+        """Hand the payload to gloo, which reads it when the receiver is ready.
 
         Raises:
             RuntimeError: the connection is closed.
@@ -101,14 +100,13 @@ class GlooReceiver(Receiver):
 
     Args:
         pair: the connection with the sender's rank.
-        link: for errors.
-        port: for receipts.
+        port: for the link's name and receipts.
     """
 
-    def __init__(self, pair: Pair, link: Link, port: Port) -> None:
+    def __init__(self, pair: Pair, port: Port) -> None:
         self._pair = pair
         self._port = port
-        self._doing = f"{link}: receiving"
+        self._doing = f"{port.link}: receiving"
         self._trailer = torch.zeros(1, dtype=torch.uint8)
 
     def begin(

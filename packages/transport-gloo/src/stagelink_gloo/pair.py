@@ -1,9 +1,9 @@
 """The gloo connection of one pair of ranks, and the rules by which its handles are safe.
 
 Gloo cannot be asked whether an operation is done, only waited for, and it is unforgiving: a handle
-that is dropped early wedges the connection, one that is waited for twice blocks, and a receive into
-a buffer that is too small ends the process. So every handle stays in its pair's hands until it has
-been waited for, once, by whoever comes first: the ``finish`` that needs it, or the clean-up.
+that is dropped early wedges the connection, one that is waited for twice blocks, and a receive
+into a buffer that is too small ends the process. So every handle stays in its pair's hands until
+it has been waited for, once, by whoever comes first: the ``finish`` that needs it, or the clean-up.
 
 A wait that runs out of time closes every connection of its group. A group here has one connection,
 and a missed deadline fails the handler, so deadlines are simply given to gloo; and the clean-up
@@ -41,6 +41,8 @@ _LONGEST_S = 365 * 86400.0
 _CONNECT_ROUNDS = 5
 """How often gloo waits for the group's time-out before it gives up connecting."""
 
+_pairs: WeakSet[Pair] = WeakSet()
+
 
 class Operation:
     """One send or receive under way; keeps its buffer alive.
@@ -53,9 +55,7 @@ class Operation:
 
     __slots__ = ("_buffer", "_doing", "_handles")
 
-    def __init__(
-        self, handles: dict[Operation, Any], buffer: torch.Tensor, doing: str
-    ) -> None:
+    def __init__(self, handles: dict[Operation, Any], buffer: torch.Tensor, doing: str) -> None:
         self._handles = handles
         self._buffer = buffer
         self._doing = doing
@@ -82,7 +82,7 @@ class Operation:
         """Let go of it, on a closed connection, unless somebody waits for it."""
         handle = self._handles.pop(self, None)
         if handle is not None:
-            with suppress(RuntimeError):  # it cannot have succeeded, and why is known
+            with suppress(RuntimeError):  # why it failed, if it did, is known
                 handle.wait(_AT_ONCE)
 
 
@@ -137,14 +137,19 @@ class Pair:
         It is done by a thread of its own within milliseconds.
         """
         with self._lock:
-            if self._breaker is None:
-                name = f"stagelink-gloo-break-{self._peer}"
-                self._breaker = threading.Thread(target=self._break, name=name, daemon=True)
+            if self._breaker is None and self._group is not None:
+                self._breaker = threading.Thread(
+                    target=self._break,
+                    args=(self._group,),
+                    name=f"stagelink-gloo-break-{self._peer}",
+                    daemon=True,
+                )
                 self._breaker.start()
 
-    def _break(self) -> None:
-        with suppress(RuntimeError):  # running out of time is the purpose; or it is closed already
-            self._group.recv([torch.empty(1)], self._other, _SPARE_TAG).wait(_AT_ONCE)
+    def _break(self, group: Any) -> None:
+        spare = torch.empty(1)
+        with suppress(RuntimeError):  # to run out of time is the purpose; or it is closed already
+            group.recv([spare], self._other, _SPARE_TAG).wait(_AT_ONCE)
         with self._lock:
             left = tuple(self._handles)
         for operation in left:
@@ -206,9 +211,6 @@ def _failure(what: str, deadline: Deadline, error: RuntimeError) -> OSError:
     if deadline.passed:
         return TimeoutError(f"{what}: not done within {deadline.seconds:g} s")
     return ConnectionError(f"{what}: {error}")
-
-
-_pairs: WeakSet[Pair] = WeakSet()
 
 
 def _outlive() -> None:

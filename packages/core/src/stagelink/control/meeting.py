@@ -163,8 +163,8 @@ class Meeting:
 def _check_wire(rank: int, peer: int, wire: int) -> None:
     if wire != VERSION:
         raise DisagreementError(
-            f"rank {rank} speaks wire version {VERSION}, rank {peer} {wire}; install one version of "
-            "stagelink everywhere"
+            f"rank {rank} speaks wire version {VERSION}, rank {peer} {wire}; "
+            "install one version of stagelink everywhere"
         )
 
 

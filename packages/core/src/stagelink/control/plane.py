@@ -37,7 +37,7 @@ from stagelink.transport.header import Header, MessageKind
 __all__ = ["MessageHandler", "Plane", "decode", "decode_text", "encode"]
 
 MessageHandler = Callable[[int, Frame], None]
-"""What a kind of message does: called with the peer's rank and the frame, on the reading thread."""
+"""What a kind of message does: called with the peer and the frame, on the reading thread."""
 
 logger = logging.getLogger("stagelink")
 _ABORT_FLUSH_S = 1.0

@@ -38,7 +38,7 @@ class Tree:
 
 
 def spanning_tree(neighbours: Mapping[int, Sequence[int]], rank: int) -> Tree:
-    """The breadth-first tree from rank 0 over the connected pairs; every rank computes the same."""
+    """The breadth-first tree from rank 0 over connected pairs; the same on every rank."""
     parent: dict[int, int | None] = {0: None}
     queue = deque([0])
     while queue:
@@ -112,7 +112,8 @@ class Reducer:
         values = self._arrived.pop(key)
         if len(values) != count:
             raise ProtocolError(
-                f"reduction {number}: {count} values on rank {rank}, {len(values)} from rank {peer}"
+                f"reduction {number}: {count} values on rank {rank}, "
+                f"{len(values)} from rank {peer}"
             )
         return values
 

@@ -46,8 +46,8 @@ class Launch:
         store: an open store, or where to find one (``tcp://host:port``, ``file:///path``).
     """
 
-    rank: object
-    world_size: object
+    rank: Any
+    world_size: Any
     run_id: str
     store: Store | str
 
@@ -98,7 +98,8 @@ def _address(environ: Mapping[str, str]) -> str:
     if host is None or port is None:
         raise PlanError(
             "connect: no store: pass store= (a c10d store, 'tcp://host:port' or 'file:///path'), "
-            "or start the ranks with 'stagelink run' or torchrun, which set MASTER_ADDR and MASTER_PORT"
+            "or start the ranks with 'stagelink run' or torchrun, which set MASTER_ADDR and "
+            "MASTER_PORT"
         )
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"{'agent' if agent else 'tcp'}://{host}:{port}"
@@ -142,9 +143,12 @@ def _store_failure(
     if hosts:
         return (
             f"rank 0 cannot host the store at {host}:{port} ({str(error).splitlines()[0]}); "
-            "another job may hold the port: choose another, or port 0 with torchrun's --rdzv options"
+            "another job may hold the port: choose another one"
         )
-    return f"no answer from the store at {host}:{port} within {deadline.seconds:g} s; is rank 0 up there?"
+    return (
+        f"no answer from the store at {host}:{port} within {deadline.seconds:g} s; "
+        "is rank 0 up there?"
+    )
 
 
 def _in_thread(make: Callable[[], _T], deadline: Deadline) -> _T:
@@ -165,6 +169,11 @@ def _in_thread(make: Callable[[], _T], deadline: Deadline) -> _T:
     if not outcome:
         raise TimeoutError
     return outcome[0]
+
+
+def _own_client(store: PrefixStore) -> PrefixStore:
+    clone: PrefixStore = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return clone
 
 
 class Rendezvous:
@@ -198,8 +207,8 @@ class Rendezvous:
         holder = self._keys.compare_set(f"claim/{self._rank}", "", mine).decode()
         if holder != mine:
             raise RankTakenError(
-                f"rank {self._rank} of run {run!r} is taken by {holder.rsplit(' ', 1)[0]}; start each "
-                "rank once, and give a run that reuses a store another run_id"
+                f"rank {self._rank} of run {run!r} is taken by {holder.rsplit(' ', 1)[0]}; "
+                "start each rank once, and give a run that reuses a store another run_id"
             )
 
     def token(self) -> str:
@@ -248,16 +257,16 @@ class Rendezvous:
         """
         twin = object.__new__(Rendezvous)
         twin.__dict__.update(self.__dict__)
-        twin._root = self._root.clone()
+        twin._root = _own_client(self._root)
         twin._keys = twin._of_generation(twin._root)
         return twin
 
     def pair_store(self, name: str) -> Store:
         """A store client of its own under a prefix for one pair of ranks."""
-        return PrefixStore(f"pair/{name}", self._of_generation(self._root.clone()))
+        return PrefixStore(f"pair/{name}", self._of_generation(_own_client(self._root)))
 
     def tell_failure(self, text: str) -> None:
-        """Leave the cause of a failure for ranks that no connection reaches; the first one stays."""
+        """Leave the cause of a failure for ranks that no connection reaches; the first stays."""
         self._keys.compare_set("abort", "", text)
 
     def failure(self) -> str | None:
@@ -270,7 +279,7 @@ class Rendezvous:
             self._root.add(f"left/{self._rank}", 1)
 
     def wait_left(self, deadline: Deadline) -> None:
-        """Wait until every other rank has left, or the deadline; for the rank that hosts the store."""
+        """Wait until all others have left, or the deadline; for the rank that hosts the store."""
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         while others and not deadline.passed:
             others = [r for r in others if self._root.add(f"left/{r}", 0) <= self.generation]

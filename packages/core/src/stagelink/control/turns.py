@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from stagelink.transport.contract import Deadline
+if TYPE_CHECKING:
+    from stagelink.transport.contract import Deadline
 
 __all__ = ["Turns"]
 

@@ -115,9 +115,10 @@ def _check_carried(ways: Sequence[WayOut], dtype: str, device: str) -> None:
         link = way.link
         if link.dtypes is not None and dtype not in link.dtypes:
             raise MessageError(
-                f"transport {link.link.transport!r} carries {', '.join(sorted(link.dtypes))}, not {dtype}"
+                f"transport {link.link.transport!r} does not carry {dtype}, only "
+                f"{', '.join(sorted(link.dtypes))}"
             )
         if device != link.link.device:
             raise MessageError(
-                f"the tensor is on {device!r}, its stage's device in the plan is {link.link.device!r}"
+                f"the tensor is on {device!r}, the plan puts its stage on {link.link.device!r}"
             )

@@ -92,7 +92,7 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
     """
     launch = Launch.resolve(rank, world_size, store, run_id)
     plan.check_launch(launch.rank, launch.world_size)
-    me = int(launch.rank)
+    me: int = launch.rank
     _check_device(plan.stage_of(me), me)
     verdict = verify(plan)
     require(verdict)
@@ -115,7 +115,7 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
 def _check_device(stage: Stage, rank: int) -> None:
     if stage.device == "cuda" and not torch.cuda.is_available():
         raise PlanError(
-            f"rank {rank}: stage {stage.name!r} is on device 'cuda', and CUDA is not available here "
+            f"rank {rank}: stage {stage.name!r} is on device 'cuda', and CUDA is not available "
             f'(torch {torch.__version__}); set device = "cpu", or run on a machine with a GPU'
         )
 
@@ -188,7 +188,7 @@ class Handler:
         ends = {peer: End.from_json(said["end"]) for peer, said in meeting.greetings.items()}
         ends[self.rank] = me
         self._plane.spin_s = self._spin_s(ends)
-        self._wiring.agree(ends, asker(found, self._plugins.hooks, self.rank), deadline)
+        self._wiring.agree(ends, found, asker(found, self._plugins.hooks, self.rank), deadline)
         self._wiring.open(found.transports, deadline)
         for link in self._wiring.links:
             self._plugins.hooks.link_opened(link)
@@ -273,20 +273,21 @@ class Handler:
     def _check_opening(self, microbatches: object) -> None:
         if self._session is not None and self._session.open:
             raise UsageError(
-                f"rank {self.rank}: session {self._session.number} is still open; leave its with block "
-                "before the next one"
+                f"rank {self.rank}: session {self._session.number} is still open; leave its "
+                "with block before the next one"
             )
         if microbatches is None:
             if not self.plan.inputs(self.stage.index):
                 raise UsageError(
-                    f"rank {self.rank}: stage {self.stage.name!r} receives nothing, so it must say how "
-                    "many microbatches there are"
+                    f"rank {self.rank}: stage {self.stage.name!r} receives nothing, so it must "
+                    "say how many microbatches there are"
                 )
         elif (
             not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 0
         ):
             raise UsageError(
-                f"rank {self.rank}: microbatches must be a whole number from 0, not {microbatches!r}"
+                f"rank {self.rank}: microbatches must be a whole number from 0, not "
+                f"{microbatches!r}"
             )
 
     def _verdict(

@@ -30,7 +30,7 @@ _FOREVER = Deadline(float("inf"))
 
 
 class LinkEnd(ABC):
-    """What both ends share: the worker, started when first there is something to finish, and notes."""
+    """What both ends share: notes, and the worker, started when there is something to finish."""
 
     def __init__(self, name: str, fail: Callable[[StagelinkError], None]) -> None:
         self._notes_lock = threading.RLock()
@@ -65,7 +65,7 @@ class LinkEnd(ABC):
             end.abort(cause)
 
     def close(self, deadline: Deadline) -> None:
-        """End the worker and give the transport's end back; what has not finished stays unfinished."""
+        """End the worker and give the transport's end back; what is unfinished stays so."""
         with self._lock:
             self._stopped = True
             self._work.notify()
@@ -199,7 +199,7 @@ class OutLink(LinkEnd):
                 self._queue.append(job)
 
     def when_announced(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once all that was submitted so far has been announced; perhaps at once."""
+        """Run ``action`` once all that was submitted so far is announced; perhaps at once."""
         with self._lock:
             if self._queue:
                 self._queue.append(action)
@@ -343,8 +343,7 @@ class InLink(LinkEnd):
         return self._capabilities.caller_thread
 
     def drive(self, arrival: Arrival, deadline: Deadline) -> None:
-        """Finish in the caller's thread until ``arrival`` is settled, where the transport allows
-        it.
+        """Finish in the caller's thread until ``arrival`` is settled, where that is allowed.
 
         Elsewhere it does nothing: the worker is at it.
         """

@@ -23,17 +23,16 @@ from stagelink.errors import (
     StagelinkError,
 )
 from stagelink.exchange.inbox import Arrival, Inbox, Key
-from stagelink.exchange.link import InLink, OutLink, SendJob
-from stagelink.exchange.window import Window
-from stagelink.transport.events import LinkCounters
 from stagelink.transport.header import Direction, Flag, Header, MessageKind
 
 if TYPE_CHECKING:
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
+    from stagelink.exchange.link import InLink, OutLink, SendJob
+    from stagelink.exchange.window import Window
     from stagelink.plan import Edge
     from stagelink.transport.contract import Deadline, Link
-    from stagelink.transport.events import EventName
+    from stagelink.transport.events import EventName, LinkCounters
 
 __all__ = ["Mail", "Observe", "WayIn", "WayOut"]
 
@@ -100,7 +99,7 @@ class Mail:
                     way.window.size = window_of(way.edge)
 
     def leave(self, session: int) -> None:
-        """A session ends here: answer what nobody will ask for, and tell every peer. Waits for nobody."""
+        """A session ends: answer what nobody will ask for, tell the peers, wait for nobody."""
         with self._plane.lock:
             self._left = session
             dropped = self.inbox.take_session(session)
@@ -189,9 +188,9 @@ class Mail:
         if not self._plane.wait(partial(self._place_now, way, window, key), deadline):
             raise DeadlineError(
                 f"rank {self._plane.rank}: no place for {key} of edge {way.edge.name!r} to rank "
-                f"{way.peer} within {deadline.seconds:g} s: the window of {window.size} is taken by "
-                f"microbatches {window.outstanding()}, which rank {way.peer} has not answered; is "
-                "its order of receives the schedule's?"
+                f"{way.peer} within {deadline.seconds:g} s: the window of {window.size} is taken "
+                f"by microbatches {window.outstanding()}, which rank {way.peer} has not answered; "
+                "is its order of receives the schedule's?"
             )
         waited = time.monotonic() - began
         way.counters.window_wait_s += waited
@@ -209,8 +208,8 @@ class Mail:
     def _undelivered(way: WayOut, window: Window, key: Key) -> str:
         lost = window.outstanding(key.session)
         return (
-            f"{key} of edge {way.edge.name!r} was not sent, and {len(lost)} sent before it were not "
-            f"answered{f' (microbatches {lost})' if lost else ''}"
+            f"{key} of edge {way.edge.name!r} was not sent, and {len(lost)} sent before it were "
+            f"not answered{f' (microbatches {lost})' if lost else ''}"
         )
 
     def _park(self, way: WayOut, window: Window, key: Key, job: SendJob, *, copy: bool) -> None:
@@ -255,7 +254,8 @@ class Mail:
         """
         if not self._plane.wait(ready, deadline):
             raise DeadlineError(
-                f"rank {self._plane.rank}: a message was still under way after {deadline.seconds:g} s"
+                f"rank {self._plane.rank}: a message was still under way after "
+                f"{deadline.seconds:g} s"
             )
 
     def refuse(self, way: WayOut, key: Key, text: str) -> None:
@@ -293,7 +293,8 @@ class Mail:
         way = self.ways_in.get((header.edge, header.direction, peer))
         if way is None:
             raise ProtocolError(
-                f"rank {peer} sent {header.kind.name} on edge {header.edge}, which does not come from it"
+                f"rank {peer} sent {header.kind.name} on edge {header.edge}, which does not come "
+                "from it"
             )
         arrival = Arrival(header, peer)
         carried = self._open_envelope(arrival, frame)
@@ -423,8 +424,8 @@ class Mail:
         last = self.inbox.last_microbatch(key, way.peer)
         before = "nothing yet" if last is None else f"microbatch {last}"
         return (
-            f"rank {self._plane.rank}: {what} from rank {way.peer} on edge {way.edge.name!r} within "
-            f"{deadline.seconds:g} s; expected {key}, got {before} in this session"
+            f"rank {self._plane.rank}: {what} from rank {way.peer} on edge {way.edge.name!r} "
+            f"within {deadline.seconds:g} s; expected {key}, got {before} in this session"
         )
 
     def _event(

@@ -105,7 +105,7 @@ class Openings:
             if here != there and not (field == "items" and None in (here, there)):
                 raise DisagreementError(
                     f"session {session}: {field} is {here!r} on rank {self._plane.rank}, "
-                    f"{there!r} on rank {peer}; every rank opens the same sessions in the same order"
+                    f"{there!r} on rank {peer}; every rank opens the same sessions in one order"
                 )
 
     def _forget(self, session: int) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
+_SHOWN = 5
+
 
 class Session:
     """Sends and receives of one rank for the microbatches of one pass; made by the handler.
@@ -132,7 +134,7 @@ class Session:
     def isend(
         self, name: str, tensor: torch.Tensor | None, microbatch: int, *, copy: bool = True
     ) -> SendHandle:
-        """As `send`, but never waits: a message that finds its window full starts when it opens."""
+        """As `send`, but never waits: a message that finds its window full starts later."""
         return self._send_forward(name, tensor, microbatch, copy=copy, deadline=None)
 
     def recv(
@@ -395,8 +397,8 @@ class Session:
         self._check_mine(microbatch)
         if (edges[0].index, microbatch) not in self._sent:
             raise UsageError(
-                f"rank {self._rank}: {name!r} of microbatch {microbatch} was not sent in this session, "
-                "so no gradient comes back for it"
+                f"rank {self._rank}: {name!r} of microbatch {microbatch} was not sent in this "
+                "session, so no gradient comes back for it"
             )
         return [
             (
@@ -410,15 +412,16 @@ class Session:
     def _check_nothing_owed(self, name: str, key: Key, gradient: torch.Tensor | None) -> None:
         if key not in self._taken:
             raise UsageError(
-                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} was not received in this "
-                "session, so it has no gradient to send"
+                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} was not received in "
+                "this session, so it has no gradient to send"
             )
         if gradient is not None:
             raise UsageError(
-                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} takes no gradient (more)"
+                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} takes no gradient "
+                "(more)"
             )
 
 
 def _listed(mine: range) -> str:
-    some = ", ".join(map(str, mine[:5]))
-    return f"{some}, …" if len(mine) > 5 else (some or "none")
+    some = ", ".join(map(str, mine[:_SHOWN]))
+    return f"{some}, …" if len(mine) > _SHOWN else (some or "none")

@@ -1,5 +1,4 @@
-"""Failures that no connection brings: the abort key in the store, written once and looked at
-rarely.
+"""Failures that no connection brings: the abort key in the store.
 
 The reading thread never touches the store, whose client locks for seconds behind another thread's
 call. Both directions are therefore short-lived threads with a client of their own.

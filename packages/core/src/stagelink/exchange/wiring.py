@@ -1,4 +1,4 @@
-"""From the plan to open links: who is connected, which transport each link takes, and its two ends."""
+"""From the plan to open links: who is connected, by which transport, and the links' ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.choice import Asker
     from stagelink.transport.contract import Deadline, Transport
-    from stagelink.transport.offers import End
+    from stagelink.transport.offers import End, Survey
 
 __all__ = ["Wiring", "neighbours", "routes_of"]
 
@@ -155,8 +155,16 @@ class Wiring:
         """(edge, source rank, target rank) of every route that begins or ends here."""
         return routes_of(self._plan, self.rank)
 
-    def agree(self, ends: Mapping[int, End], ask: Asker, deadline: Deadline) -> None:
+    def agree(
+        self, ends: Mapping[int, End], found: Survey, ask: Asker, deadline: Deadline
+    ) -> None:
         """Choose a transport for every route, and make sure that each peer has chosen the same.
+
+        Args:
+            ends: what each peer, and this rank, said of itself.
+            found: this rank's transports.
+            ask: see `stagelink.transport.choice.asker`.
+            deadline: for the peers' choices.
 
         Raises:
             NoTransportError: nothing can carry a route.
@@ -165,6 +173,8 @@ class Wiring:
         for edge, source, target in self.routes():
             choice = choose(self._plan, edge, ends[source], ends[target], ask)
             self.choices[edge.index, source, target] = choice
+        self._build(found.transports)
+        # A peer goes on when it has this rank's choice: then what it sends must find its way.
         mine = {peer: self._chosen_with(peer) for peer in self.plane.peers}
         for peer, chosen in mine.items():
             self.plane.post(peer, Header(MessageKind.CHOSEN), encode(chosen))
@@ -193,7 +203,7 @@ class Wiring:
             if mine.get(route) != theirs.get(route):
                 raise DisagreementError(
                     f"transport of {route}: {mine.get(route)!r} on rank {self.rank}, "
-                    f"{theirs.get(route)!r} on rank {peer}; are the same plugins installed on both?"
+                    f"{theirs.get(route)!r} on rank {peer}; are both given the same plugins?"
                 )
 
     # -- building and opening
@@ -206,10 +216,6 @@ class Wiring:
             TransportError: a transport could not open its end.
             ConnectError: the deadline passed.
         """
-        for (edge_index, source, target), choice in self.choices.items():
-            self._build_route(self._plan.edges[edge_index], source, target, choice, transports)
-        self._number_links()
-        self._build_ways()
         waiting = dict.fromkeys(self._numbered)
         for peer, links in self._numbered.items():
             opener = partial(self._open_pair, peer, links, transports, deadline, waiting)
@@ -222,18 +228,14 @@ class Wiring:
                 f"{deadline.seconds:g} s"
             )
 
-    def _build_route(
-        self,
-        edge: Edge,
-        source: int,
-        target: int,
-        choice: Choice,
-        transports: Mapping[str, Transport],
-    ) -> None:
-        self._build_end(choice.link, transports)
-        if edge.tensor.grad:
-            back = Link(target, source, choice.transport, choice.link.device)
-            self._build_end(back, transports)
+    def _build(self, transports: Mapping[str, Transport]) -> None:
+        for (edge_index, source, target), choice in self.choices.items():
+            edge = self._plan.edges[edge_index]
+            self._build_way(edge, Direction.FORWARD, choice.link, transports)
+            if edge.tensor.grad:
+                back = Link(target, source, choice.transport, choice.link.device)
+                self._build_way(edge, Direction.BACKWARD, back, transports)
+        self._number_links()
 
     def _build_end(self, link: Link, transports: Mapping[str, Transport]) -> None:
         if link in self._ends:
@@ -261,15 +263,10 @@ class Wiring:
             links.sort(key=lambda link: (link.source, link.target, link.transport, link.device))
             self._numbered[peer] = links
 
-    def _build_ways(self) -> None:
-        for (edge_index, source, target), choice in self.choices.items():
-            edge = self._plan.edges[edge_index]
-            self._build_way(edge, Direction.FORWARD, choice.link)
-            if edge.tensor.grad:
-                back = Link(target, source, choice.transport, choice.link.device)
-                self._build_way(edge, Direction.BACKWARD, back)
-
-    def _build_way(self, edge: Edge, direction: Direction, link: Link) -> None:
+    def _build_way(
+        self, edge: Edge, direction: Direction, link: Link, transports: Mapping[str, Transport]
+    ) -> None:
+        self._build_end(link, transports)
         end, counters = self._ends[link], self.counters[link]
         peer = _other(link, self.rank)
         key = (edge.index, direction, peer)
@@ -344,7 +341,7 @@ class Wiring:
 
 
 def routes_of(plan: Plan, rank: int) -> list[tuple[Edge, int, int]]:
-    """(edge, source rank, target rank) of every route of the plan that begins or ends at a rank."""
+    """(edge, source rank, target rank) of every route that begins or ends at a rank."""
     return [
         (edge, source, target)
         for edge in plan.edges

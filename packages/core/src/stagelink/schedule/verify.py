@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from stagelink.plan import Plan
-    from stagelink.schedule.actions import Action
+    from stagelink.schedule.actions import Action, Mode
     from stagelink.schedule.walk import Walked
 
 __all__ = ["Verdict", "require", "verify"]
@@ -86,7 +86,8 @@ def verify(
     # Windows for lists of one's own are whatever these turn out to need.
     free = actions is not None and plan.window is None
     windows = None if free else training_windows(plan, count, warm_up)
-    walked = walk(plan, programs, count, windows)
+    mode: Mode = "evaluate" if plan.schedule == "forward" else "train"
+    walked = walk(plan, programs, count, windows, mode=mode)
     windows = at_least_two(walked.peaks) if windows is None else windows
     forward = windows if plan.schedule == "forward" else forward_windows(plan)
     held = receive_bytes(plan, count, windows, forward)

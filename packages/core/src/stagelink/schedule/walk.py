@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stagelink.plan import Plan, Stage
-    from stagelink.schedule.actions import Action
+    from stagelink.schedule.actions import Action, Mode
 
     # A step, what does it (false: it has to wait), and the index of its edge.
     _Part = tuple[Step, Callable[["_Walker", int, int], bool], int]
@@ -54,25 +54,28 @@ def walk(
     microbatches: int,
     windows: Sequence[int] | None = None,
     *,
+    mode: Mode = "train",
     synchronise: bool = False,
 ) -> Walked:
     """Run the actions of all ranks against each other until nothing moves.
 
-    An edge with gradient is taken to return one for every message. Where a message at run time has
-    none, its place is freed at the receive already: fewer waits, so what got through still does.
+    An edge with gradient is taken to return one for every message in training. Where one at run
+    time returns none, its place is freed at the receive already: what got through still does.
 
     Args:
         plan: the plan.
         programs: the actions of each rank, indexed by rank: one forward of each of its
-            microbatches, and one backward of each or of none.
+            microbatches and, in training, one backward after it.
         microbatches: how many the session has in the whole pipeline.
         windows: per edge, how many messages may be in flight between two ranks; None: any number.
+        mode: in evaluation no message returns a gradient.
         synchronise: whether the replicas of a stage wait for each other in every backward, between
             receiving and sending gradients; one that is through already takes part idle.
     """
     if windows is None:
         windows = [microbatches] * len(plan.edges)
-    return _Walk(plan, microbatches, windows, synchronise).run(programs)
+    returns = [mode == "train" and edge.tensor.grad for edge in plan.edges]
+    return _Walk(plan, microbatches, windows, returns, synchronise).run(programs)
 
 
 class _Walker:
@@ -91,11 +94,17 @@ class _Walker:
 
 class _Walk:
     def __init__(
-        self, plan: Plan, microbatches: int, windows: Sequence[int], synchronise: bool
+        self,
+        plan: Plan,
+        microbatches: int,
+        windows: Sequence[int],
+        returns: Sequence[bool],
+        synchronise: bool,
     ) -> None:
         self._plan = plan
         self._microbatches = microbatches
         self._windows = windows
+        self._returns = returns
         self._synchronise = synchronise
         self._tokens = Tokens(plan, microbatches)
         self._counts = self._tokens.at_start(windows)
@@ -118,13 +127,13 @@ class _Walk:
                 *(
                     (Step.RECEIVE_GRADIENT, self._receive_gradient, edge.index)
                     for edge in outputs
-                    if edge.tensor.grad
+                    if self._returns[edge.index]
                 ),
                 *(barrier if self._synchronise else ()),
                 *(
                     (Step.SEND_GRADIENT, self._send_gradient, edge.index)
                     for edge in inputs
-                    if edge.tensor.grad
+                    if self._returns[edge.index]
                 ),
             ],
         }
@@ -186,7 +195,7 @@ class _Walk:
     def _receive(self, walker: _Walker, edge: int, microbatch: int) -> bool:
         if not self._take(walker, self._tokens.message(edge, microbatch)):
             return False
-        if not self._plan.edges[edge].tensor.grad:
+        if not self._returns[edge]:
             self._give_place(edge, microbatch)
         return True
 
@@ -244,7 +253,7 @@ class _Walk:
         return Wait(walker.rank, action, step, self._plan.edges[edge], blocker)
 
     def _blocker(self, step: Step, edge: int, microbatch: int) -> int:
-        is_own = step is Step.SEND and self._plan.edges[edge].tensor.grad
+        is_own = step is Step.SEND and self._returns[edge]
         at_source = is_own or step is Step.RECEIVE
         return rank_for((self._sources if at_source else self._targets)[edge], microbatch)
 

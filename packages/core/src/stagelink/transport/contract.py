@@ -18,6 +18,8 @@ order of ``begin``, once each. ``on_note`` and ``abort`` run on the thread that 
 plane: they return at once and never raise.
 """
 
+# ruff: noqa: B027 - to do nothing is a fine default for notes, abort and close
+
 from __future__ import annotations
 
 import time
@@ -203,10 +205,10 @@ class Port(Protocol):
         """The other end's rank."""
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a note to the twin's ``on_note``; returns at once, keeps order among notes and
-        headers.
+        """Send a note to the twin's ``on_note``; returns at once.
 
-        Notes that arrive before the twin is open are held for it.
+        Notes and headers arrive in the order in which they were sent. What arrives before the
+        twin is open is held for it.
         """
 
     def room(self) -> None:
@@ -229,8 +231,9 @@ class Port(Protocol):
         """Have every `Port.wait` ask its condition again; returns at once."""
 
     def store(self) -> Store:
-        """A store client of the link's pair, shared with no other thread, under a prefix that only
-        the two ends of this pair and transport use. Only during ``open_sender`` /
+        """A store client that no other thread uses, under a prefix of this pair and transport.
+
+        Both links of the pair, and both ends, see the same keys. Only during ``open_sender`` and
         ``open_receiver``; its calls may block.
         """
 
@@ -286,10 +289,10 @@ class Sender(ABC):
         The descriptors are this object's to close.
         """
 
-    def abort(self, cause: BaseException) -> None:  # noqa: B027 - nothing to wake is a fine default
+    def abort(self, cause: BaseException) -> None:
         """The handler failed: make every blocked ``finish`` return or raise. Returns at once."""
 
-    def close(self, deadline: Deadline) -> None:  # noqa: B027
+    def close(self, deadline: Deadline) -> None:
         """Give back what ``open_sender`` took. No message is under way any more."""
 
 
@@ -314,10 +317,10 @@ class Receiver(ABC):
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         """As `Sender.on_note`."""
 
-    def abort(self, cause: BaseException) -> None:  # noqa: B027
+    def abort(self, cause: BaseException) -> None:
         """As `Sender.abort`."""
 
-    def close(self, deadline: Deadline) -> None:  # noqa: B027
+    def close(self, deadline: Deadline) -> None:
         """Give back what ``open_receiver`` took. No message is under way any more."""
 
 
@@ -358,7 +361,7 @@ class Transport(ABC):
         """
 
     def describe(self) -> Mapping[str, Any]:
-        """What a peer must know to judge a link, as small JSON-able values (a device's uuid, say)."""
+        """What a peer must know to judge a link: small JSON-able values, a device's uuid say."""
         return {}
 
     def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
@@ -383,5 +386,5 @@ class Transport(ABC):
     def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
         """Open the receiving end; as `open_sender`."""
 
-    def close(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing of their own
-        """Give back what is shared by the links; all of them are closed. Returns by the deadline."""
+    def close(self, deadline: Deadline) -> None:
+        """Give back what the links share; all of them are closed. Returns by the deadline."""

@@ -1,5 +1,4 @@
-"""The one frame of the wire: a fixed binary header, then an optional note, then an optional
-payload.
+"""The one frame of the wire: a fixed binary header, then a note, then a payload, if any.
 
 Everything on a control connection is such a frame, so one reader parses all. Numbers are
 little-endian; nothing is pickled. Layout, in bytes:
@@ -128,7 +127,7 @@ class Header(NamedTuple):
         return self.note_bytes + (self.payload_bytes if self.inline else 0)
 
     def pack(self, note_bytes: int = 0, fds: int = 0) -> bytes:
-        """This header as `HEADER_BYTES` bytes, for a frame with that long a note and so many fds."""
+        """This header as `HEADER_BYTES` bytes, for a frame with such a note and so many fds."""
         dims = len(self.shape)
         return _LAYOUT.pack(
             MAGIC, VERSION, self.kind, self.direction, self.flags, self.session, self.edge,

@@ -26,7 +26,8 @@ def dtype_of(tensor: object) -> DType:
     """
     if not isinstance(tensor, torch.Tensor):
         raise MessageTypeError(
-            f"only tensors and None can be sent, not {type(tensor).__qualname__!r} ({tensor!r:.80})"
+            f"only tensors and None can be sent, not {type(tensor).__qualname__!r} "
+            f"({tensor!r:.80})"
         )
     dtype = _BY_TORCH.get(tensor.dtype)
     if dtype is None or tensor.is_quantized:

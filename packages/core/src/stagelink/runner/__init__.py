@@ -1,0 +1,5 @@
+"""Placeholder until the runner lands."""
+
+
+class PipelineRunner:
+    """Soon."""

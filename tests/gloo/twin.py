@@ -1,0 +1,416 @@
+"""One of two ranks as a transport sees core: a port for each link, a wire for notes and headers.
+
+Enough of core to drive the transport by hand: a reading thread that begins what arrives, and tells
+the ends of the peer's death. Below it what rank processes run: they can import no second module of
+the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch.distributed import PrefixStore
+
+from stagelink.transport.contract import Deadline, Link, Message
+from stagelink.transport.header import Header, MessageKind
+from stagelink_gloo import Gloo, GlooOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+    from types import TracebackType
+    from typing import Any
+
+    from torch.distributed import Store
+
+    from stagelink.transport.contract import Pending, Receiver, Sender
+
+HEADER, NOTE = 0, 1
+LONG_S = 20.0
+
+
+def lo() -> Gloo:
+    return Gloo(GlooOptions(interface="lo"))
+
+
+def pattern(size_bytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=generator)
+
+
+@dataclass
+class TwinPort:
+    """What `stagelink.transport.contract.Port` asks for."""
+
+    link: Link
+    twin: Twin
+
+    @property
+    def rank(self) -> int:
+        return self.twin.rank
+
+    @property
+    def peer(self) -> int:
+        return self.twin.peer
+
+    def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
+        assert not fds
+        self.twin.post(NOTE, note)
+
+    def room(self) -> None:
+        raise AssertionError("there is always room")
+
+    def fail(self, error: BaseException) -> None:
+        self.twin.fail(error)
+
+    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        return self.twin.wait(ready, deadline)
+
+    def wake(self) -> None:
+        self.twin.wake()
+
+    def store(self) -> Store:
+        return self.twin.store
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+@dataclass
+class Incoming:
+    """A message that the receiver has begun."""
+
+    pending: Pending
+    buffer: torch.Tensor
+
+    def take(self, deadline_s: float = LONG_S) -> torch.Tensor:
+        assert self.pending.finish(Deadline(deadline_s)) is None
+        return self.buffer
+
+
+class Twin:
+    """One rank of a pair, connected in both directions. A context manager; closes in order.
+
+    Args:
+        transport: this rank's.
+        rank: this rank.
+        peer: the other.
+        store: for the two to meet in.
+        reading: whether to read from the start what the peer sends.
+        deaf: whether to keep the peer's death to itself.
+    """
+
+    def __init__(
+        self,
+        transport: Gloo,
+        rank: int,
+        peer: int,
+        store: Store,
+        *,
+        reading: bool = True,
+        deaf: bool = False,
+    ) -> None:
+        self.transport = transport
+        self.rank = rank
+        self.peer = peer
+        pair = f"{min(rank, peer)}-{max(rank, peer)}"
+        self.store: Store = PrefixStore(f"gloo/{pair}", store)
+        self.failure: BaseException | None = None
+        self.incoming: queue.Queue[Incoming] = queue.Queue()
+        self._changed = threading.Condition()
+        self._deaf = deaf
+        self._begun = 0
+        self._writing = threading.Lock()
+        self._wire = _wire(rank < peer, PrefixStore(f"wire/{pair}", store))
+        deadline = Deadline(LONG_S)
+        self.sender: Sender
+        self.receiver: Receiver
+        for source, target in sorted([(rank, peer), (peer, rank)]):
+            link = Link(source, target, "gloo", "cpu")
+            port = TwinPort(link, self)
+            if source == rank:
+                self.sender = transport.open_sender(link, port, deadline)
+            else:
+                self.receiver = transport.open_receiver(link, port, deadline)
+        self._reader = threading.Thread(target=self._read, name=f"reader-{rank}-{peer}")
+        if reading:
+            self.read()
+
+    def read(self) -> None:
+        """Begin to read."""
+        self._reader.start()
+
+    def send(self, payload: torch.Tensor) -> Pending:
+        """Begin to send a flat uint8 tensor."""
+        header = self._header(payload.numel())
+        pending = self.sender.begin(
+            Message(header, payload), lambda note=b"", fds=(): self.post(HEADER, header.pack())
+        )
+        assert pending is not None
+        return pending
+
+    def only_announce(self, size_bytes: int) -> None:
+        """Send a header whose payload never comes."""
+        self.post(HEADER, self._header(size_bytes).pack())
+
+    def next(self) -> Incoming:
+        """Block until one more message has begun to come in."""
+        return self.incoming.get(timeout=LONG_S)
+
+    def post(self, kind: int, body: bytes) -> None:
+        with self._writing:
+            self._wire.send((kind, body))
+
+    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        def look() -> bool:
+            if self.failure is not None:
+                raise ConnectionAbortedError(str(self.failure))
+            return ready()
+
+        with self._changed:
+            return self._changed.wait_for(look, min(deadline.remaining_s, 1e6))
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Fail as core does: both ends are told, and every wait ends."""
+        self.failure = self.failure or error
+        self.sender.abort(error)
+        self.receiver.abort(error)
+        self.wake()
+
+    def close(self) -> None:
+        deadline = Deadline(LONG_S)
+        self.sender.close(deadline)
+        self.receiver.close(deadline)
+        self.transport.close(deadline)
+        with suppress(BrokenPipeError):
+            self._wire.send(None)
+        if self._reader.ident is not None:
+            self._reader.join()
+        self._wire.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _header(self, size_bytes: int) -> Header:
+        self._begun += 1
+        return Header(MessageKind.DATA, sequence=self._begun, payload_bytes=size_bytes)
+
+    def _read(self) -> None:
+        try:
+            while (frame := self._wire.recv()) is not None:
+                kind, body = frame
+                if kind == NOTE:
+                    self.sender.on_note(body, ())
+                else:
+                    self._begin(Header.unpack(body))
+        except (EOFError, ConnectionResetError):
+            if not self._deaf:
+                self.fail(ConnectionError(f"rank {self.peer} died"))
+
+    def _begin(self, header: Header) -> None:
+        buffer = torch.zeros(header.payload_bytes, dtype=torch.uint8)
+        pending = self.receiver.begin(header, b"", (), lambda: buffer)
+        self.incoming.put(Incoming(pending, buffer))
+
+
+def _wire(dials: bool, store: Store) -> Connection:
+    if dials:
+        store.wait(["address"])
+        return Client(store.get("address").decode())
+    with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/wire", "AF_UNIX") as listener:
+        store.set("address", f"{folder}/wire")
+        return listener.accept()
+
+
+# -- what rank processes run -----------------------------------------------------------------------
+
+VICTIM, SURVIVOR = 1, 0
+BIG_BYTES = 256 * 1024 * 1024
+
+
+def exchange(rank: int, world_size: int, store: Store, sizes: list[int]) -> None:
+    """Send and receive messages of these sizes, both ways at once."""
+    with Twin(lo(), rank, 1 - rank, store) as twin:
+        for number, size in enumerate(sizes):
+            pending = twin.send(pattern(size, 2 * number + rank))
+            received = twin.next().take()
+            pending.finish(Deadline(LONG_S))
+            assert torch.equal(received, pattern(size, 2 * number + twin.peer)), size
+
+
+def send_huge(rank: int, world_size: int, store: Store, size_bytes: int) -> None:
+    """Send one message beyond what 32 bits count."""
+    with Twin(lo(), rank, 1 - rank, store) as twin:
+        if rank == 0:
+            payload = torch.ones(size_bytes, dtype=torch.uint8)
+            payload[-1] = 77
+            twin.send(payload).finish(Deadline(LONG_S))
+        else:
+            received = twin.next().take()
+            assert received[-1] == 77
+            assert received[:-1].min() == 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a rank loses its peer.
+
+    Attributes:
+        sends: whether it is the one that sends.
+        under_way: whether bytes of the payload have moved by then.
+        number: what happens to the peer: SIGKILL or SIGSTOP.
+        ends: what ends the survivor's ``finish``: the peer's ``"death"``, its own ``"abort"``, or
+            the ``"deadline"`` of half a second.
+    """
+
+    sends: bool
+    under_way: bool
+    number: signal.Signals
+    ends: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the survivor saw.
+
+    Attributes:
+        error: type and text of what its ``finish`` raised.
+        seconds: from the strike, the abort or the call to the error.
+        arrived: whether the payload was whole after all.
+        left: native threads and descriptors more than before.
+    """
+
+    error: str
+    seconds: float
+    arrived: bool
+    left: tuple[int, int]
+
+
+def holdings() -> tuple[int, int]:
+    """Native threads and file descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def lose_peer(rank: int, world_size: int, store: Store, case: Case) -> Loss | None:
+    """Be struck in the middle of a message, or live to tell of it."""
+    before = holdings()
+    twin = Twin(
+        lo(),
+        rank,
+        1 - rank,
+        store,
+        reading=rank == SURVIVOR or case.under_way or not case.sends,
+        # Of a receiver gloo must see to it alone.
+        deaf=case.ends == "death" and not case.sends,
+    )
+    if rank == VICTIM:
+        return _be_lost(twin, store, case)
+    pending, buffer = _begin(twin, case)
+    if not case.sends:
+        _strike(store, case, buffer)
+    error, seconds = _finish(twin, pending, store, case)
+    arrived = not case.sends and bool(buffer[-1])
+    twin.close()
+    os.kill(int(store.get("pid")), signal.SIGKILL)
+    after = holdings()
+    left = after[0] - before[0], after[1] - before[1]
+    return Loss(f"{type(error).__name__}: {error}", seconds, arrived, left)
+
+
+def _be_lost(twin: Twin, store: Store, case: Case) -> None:
+    store.set("pid", str(os.getpid()))
+    kept: Any = None
+    if case.sends and case.under_way:
+        _strike(store, case, twin.next().buffer)
+    elif case.sends:
+        _strike(store, case, None)
+    elif case.under_way:
+        kept = twin.send(torch.ones(BIG_BYTES, dtype=torch.uint8))
+    else:
+        twin.only_announce(1000)
+    threading.Event().wait()
+    del kept
+
+
+def _begin(twin: Twin, case: Case) -> tuple[Pending, torch.Tensor]:
+    if case.sends:
+        payload = torch.ones(BIG_BYTES, dtype=torch.uint8)
+        return twin.send(payload), payload
+    incoming = twin.next()
+    return incoming.pending, incoming.buffer
+
+
+def _strike(store: Store, case: Case, buffer: torch.Tensor | None) -> None:
+    """Kill or stop the victim, as soon as the first byte is in where one is on its way."""
+    while case.under_way and buffer is not None and not buffer[0]:
+        time.sleep(0)
+    store.set("struck", repr(time.monotonic()))
+    os.kill(int(store.get("pid")), case.number)
+
+
+def _finish(
+    twin: Twin, pending: Pending, store: Store, case: Case
+) -> tuple[BaseException, float]:
+    aborted: list[float] = []
+
+    def abort() -> None:
+        store.wait(["struck"])
+        aborted.append(time.monotonic())
+        twin.fail(ConnectionAbortedError("for a test"))
+
+    if case.ends == "abort":
+        threading.Thread(target=abort).start()
+    start = time.monotonic()
+    try:
+        pending.finish(Deadline(0.5 if case.ends == "deadline" else LONG_S))
+    except OSError as error:
+        end = time.monotonic()
+        began = {"death": float(store.get("struck")), "deadline": start}
+        return error, end - (aborted[0] if aborted else began[case.ends])
+    raise AssertionError("finish returned")
+
+
+def fork_and_go_on(rank: int, world_size: int, store: Store) -> None:
+    """Let a forked child drop all that it inherited; the parent's connection must not notice."""
+    with Twin(lo(), rank, 1 - rank, store) as twin:
+        before = twin.send(pattern(1000))
+        assert torch.equal(twin.next().take(), pattern(1000))
+        if rank == 0:
+            _drop_in_child(twin)
+        after = twin.send(pattern(1000, 1))
+        assert torch.equal(twin.next().take(), pattern(1000, 1))
+        before.finish(Deadline(LONG_S))
+        after.finish(Deadline(LONG_S))
+
+
+def _drop_in_child(twin: Twin) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)  # should it hang
+        for pair in twin.transport._pairs.values():
+            pair._handles.clear()
+            pair._group = None
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

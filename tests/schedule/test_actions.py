@@ -1,0 +1,86 @@
+"""What each rank does, by schedule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagelink.errors import PlanError
+from stagelink.schedule import Action, Kind, actions_for
+
+
+def written(actions):
+    return " ".join(map(str, actions))
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (0, "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4"),
+        (1, "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"),
+        (2, "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"),
+        (3, "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"),
+    ],
+)
+def test_one_forward_one_backward(rank, expected, make_plan):
+    plan = make_plan([1, 1, 1, 1])
+    assert written(actions_for(plan, rank, 5, (3, 2, 1, 0))) == expected
+
+
+def test_replicas_take_turns(make_plan):
+    plan = make_plan([2, 3])
+    lists = [written(actions_for(plan, rank, 7, (1, 0))) for rank in range(5)]
+    assert lists == [
+        "F0 F2 B0 F4 B2 F6 B4 B6",
+        "F1 F3 B1 F5 B3 B5",
+        "F0 B0 F3 B3 F6 B6",
+        "F1 B1 F4 B4",
+        "F2 B2 F5 B5",
+    ]
+
+
+def test_gpipe_forwards_all_then_backwards_all(make_plan):
+    plan = make_plan([2, 1], schedule="gpipe")
+    assert written(actions_for(plan, 0, 5, (0, 0))) == "F0 F2 F4 B0 B2 B4"
+    assert written(actions_for(plan, 2, 3, (0, 0))) == "F0 F1 F2 B0 B1 B2"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "forward"])
+def test_evaluation_is_forwards_alone(schedule, make_plan):
+    plan = make_plan([2, 1], schedule=schedule)
+    assert written(actions_for(plan, 1, 5, (1, 0), "evaluate")) == "F1 F3"
+
+
+def test_a_forward_schedule_trains_without_backwards(make_plan):
+    plan = make_plan([1, 1], schedule="forward")
+    assert written(actions_for(plan, 1, 2, (0, 0))) == "F0 F1"
+
+
+@pytest.mark.parametrize(("microbatches", "expected"), [(2, "F0 F1 B0 B1"), (1, "F0 B0"), (0, "")])
+def test_fewer_microbatches_than_warm_up(microbatches, expected, make_plan):
+    assert written(actions_for(make_plan([1, 1]), 0, microbatches, (3, 0))) == expected
+
+
+def test_an_unknown_rank_has_no_actions(make_plan):
+    with pytest.raises(PlanError, match="there is no rank 2"):
+        actions_for(make_plan([1, 1]), 2, 4, (1, 0))
+
+
+@given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 7), st.sampled_from(["1f1b", "gpipe"]))
+def test_no_more_than_warm_up_is_ahead(make_plan, replicas, microbatches, warm_up, schedule):
+    plan = make_plan([replicas, 1], schedule=schedule)
+    for rank in range(replicas):
+        actions = actions_for(plan, rank, microbatches, (warm_up, 0))
+        mine = list(range(rank, microbatches, replicas))
+        for kind in Kind:
+            assert [a.microbatch for a in actions if a.kind is kind] == mine
+        ahead = [sum(1 if a.kind is Kind.FORWARD else -1 for a in actions[:n]) for n in range(len(actions))]
+        first = min(len(mine), len(mine) if schedule == "gpipe" else warm_up + 1)
+        assert max(ahead, default=0) == first
+        assert min(ahead, default=0) >= 0
+        assert all(action.stage == 0 for action in actions)
+
+
+def test_an_action_in_short():
+    assert (str(Action(Kind.FORWARD, 1, 3)), str(Action(Kind.BACKWARD, 0, 12))) == ("F3", "B12")
