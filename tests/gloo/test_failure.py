@@ -6,28 +6,21 @@ import gc
 import itertools
 import signal
 import threading
-import time
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from stagelink.testing import run_fresh, run_threads
+from stagelink.testing import LeakCheck, run_fresh
 from stagelink.transport.contract import Deadline
-from tests.gloo.twin import (
-    LONG_S,
-    SURVIVOR,
-    Case,
-    Twin,
-    holdings,
-    lo,
-    lose_peer,
-    pattern,
-)
+from tests.gloo.conftest import close
+from tests.gloo.twin import LONG_S, SURVIVOR, Case, Twin, holdings, left_since, lose_peer, pattern
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from collections.abc import Callable, Iterator
+
+Twins = tuple[Twin, Twin]
 
 ENDS = {"death": signal.SIGKILL, "abort": signal.SIGSTOP, "deadline": signal.SIGSTOP}
 CASES = [
@@ -46,7 +39,7 @@ EXPECTED = {
 
 def _name(case: Case) -> str:
     side = "sender" if case.sends else "receiver"
-    return f"{side}-{'under-way' if case.under_way else 'before-payload'}-{case.ends}"
+    return f"{side}-{'under way' if case.under_way else 'before payload'}-{case.ends}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=_name)
@@ -59,3 +52,151 @@ def test_a_wait_ends(case: Case) -> None:
     assert loss.seconds < (1.5 if case.ends == "deadline" else 1.0)
     assert not loss.arrived
     assert loss.left == (0, 0)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def _blocked(threads: ThreadPoolExecutor, call: Callable[[], object]) -> Future[object]:
+    """A call that is under way in another thread."""
+    entered = threading.Event()
+
+    def run() -> object:
+        entered.set()
+        return call()
+
+    future = threads.submit(run)
+    assert entered.wait(LONG_S)
+    return future
+
+
+@pytest.mark.parametrize("aborts", [0, 1], ids=["its own", "the peer's"])
+def test_an_abort_wakes_a_receiver(
+    twins: Twins, threads: ThreadPoolExecutor, aborts: int
+) -> None:
+    twins[1].only_announce(9)
+    waiting = _blocked(threads, twins[0].next().take)
+    twins[aborts].fail(ConnectionAbortedError("for a test"))
+    with pytest.raises(ConnectionError, match="1→0 by gloo: receiving 1 bytes: "):
+        waiting.result(timeout=1)
+
+
+def test_an_abort_wakes_a_sender(twins: Twins, threads: ThreadPoolExecutor) -> None:
+    pending = twins[0].send(pattern(9))
+    waiting = _blocked(threads, lambda: pending.finish(Deadline(LONG_S)))
+    twins[0].fail(ConnectionAbortedError("for a test"))
+    with pytest.raises(ConnectionAbortedError):
+        waiting.result(timeout=1)
+
+
+def test_what_an_abort_cleaned_up_raises_when_it_is_finished(twins: Twins) -> None:
+    twins[1].only_announce(9)
+    incoming = twins[0].next()
+    twins[0].fail(ConnectionAbortedError("for a test"))
+    _wait_broken(twins[0])
+    with pytest.raises(ConnectionError, match="receiving 1 bytes: given up, the connection is"):
+        incoming.take()
+
+
+def test_nothing_begins_after_an_abort(twins: Twins) -> None:
+    twins[0].fail(ConnectionAbortedError("for a test"))
+    _wait_broken(twins[0])
+    with pytest.raises(RuntimeError):
+        twins[0].send(pattern(9))
+
+
+def test_nothing_begins_to_a_peer_that_is_gone(twins: Twins) -> None:
+    twins[1].transport.close(Deadline(LONG_S))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        for _ in range(10**6):
+            twins[0].send(pattern(9))
+
+
+def test_one_thread_breaks_off_for_all_links(twins: Twins) -> None:
+    seen = []
+    start = threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        seen.append(thread.name)
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", counted)
+        for _ in range(3):
+            twins[0].fail(ConnectionAbortedError("for a test"))
+    assert seen == ["stagelink-gloo-break-1"]
+
+
+def test_an_abort_after_the_close_does_nothing(twins: Twins) -> None:
+    close(twins)
+    twins[0].fail(ConnectionAbortedError("for a test"))
+    assert not [thread for thread in threading.enumerate() if "gloo" in thread.name]
+
+
+def _wait_broken(twin: Twin) -> None:
+    for thread in threading.enumerate():
+        if thread.name == f"stagelink-gloo-break-{twin.peer}":
+            thread.join(LONG_S)
+
+
+# -- what is left ----------------------------------------------------------------------------------
+
+
+def test_twenty_cycles_leave_nothing(connect: Callable[[], Twins]) -> None:
+    close(connect())
+    before = holdings()
+    for _ in range(20):
+        twins = connect()
+        pendings = [twin.send(pattern(100_000)) for twin in twins]
+        for twin in twins:
+            twin.next().take()
+        for pending in pendings:
+            pending.finish(Deadline(LONG_S))
+        close(twins)
+        assert left_since(before) == (0, 0)
+
+
+def test_an_abort_with_messages_under_way_leaves_nothing(connect: Callable[[], Twins]) -> None:
+    close(connect())
+    before = holdings()
+    twins = connect()
+    payloads = [pattern(10_000_000) for _ in range(4)]
+    buffers = weakref.WeakSet(payloads)
+    pendings = [twins[0].send(payload) for payload in payloads]
+    del payloads
+    incoming = [twins[1].next() for _ in pendings]
+    buffers.update(message.buffer for message in incoming)
+    assert len(buffers) == 8
+    twins[0].fail(ConnectionAbortedError("for a test"))
+    close(twins)
+    assert left_since(before) == (0, 0)
+    del pendings, incoming
+    gc.collect()
+    assert not buffers
+
+
+def test_a_close_with_messages_under_way_leaves_nothing(connect: Callable[[], Twins]) -> None:
+    close(connect())
+    before = holdings()
+    twins = connect()
+    pendings = [twins[0].send(pattern(10_000_000)) for _ in range(4)]
+    incoming = [twins[1].next() for _ in pendings]
+    close(twins)
+    assert left_since(before) == (0, 0)
+    del pendings, incoming
+
+
+def test_an_error_that_is_kept_keeps_nothing_alive(connect: Callable[[], Twins]) -> None:
+    close(connect())
+    before = holdings()
+    twins = connect()
+    twins[1].only_announce(9)
+    incoming = twins[0].next()
+    with pytest.raises(TimeoutError) as caught:
+        incoming.take(0.01)
+    close(twins)
+    assert left_since(before) == (0, 0)
+    assert caught.value.__cause__ is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,10 +18,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.testing import RankPool
+    from stagelink.transport.contract import Pending
 
 MIB = 1024 * 1024
 SIZES = [1, 0, 2, 3, 63, 64, 4095, 4096, 0, 65537, MIB - 1, MIB, 4 * MIB + 3, 16 * MIB, 1]
 IN_FLIGHT = 4
+
+
+def done(*pendings: Pending) -> None:
+    for pending in pendings:
+        assert pending.finish(Deadline(LONG_S)) is None
 
 
 def test_sizes_between_processes(rank_pool: RankPool) -> None:
@@ -35,23 +43,25 @@ def test_a_message_of_three_gib(rank_pool: RankPool) -> None:
     rank_pool.run(send_huge, 2, 3 * 1024 * MIB, timeout_s=55)
 
 
-def test_four_in_flight_stay_in_order() -> None:
-    def rank(me: int, world_size: int, store: Store) -> None:
-        with Twin(lo(), me, 1 - me, store) as twin:
-            under_way = []
-            for number in range(60):
-                if len(under_way) == IN_FLIGHT:
-                    under_way.pop(0).finish(Deadline(LONG_S))
-                    expected = pattern(5000 * (number - IN_FLIGHT) + 1, number - IN_FLIGHT)
-                    assert torch.equal(twin.next().take(), expected)
-                under_way.append(twin.send(pattern(5000 * number + 1, number)))
-            for pending in under_way:
-                pending.finish(Deadline(LONG_S))
-            for number in range(60 - IN_FLIGHT, 60):
-                expected = pattern(5000 * number + 1, number)
-                assert torch.equal(twin.next().take(), expected)
+def test_four_in_flight_stay_in_order_both_ways(twins: tuple[Twin, Twin]) -> None:
+    sizes = [5000 * number + 1 for number in range(60)]
 
-    run_threads(rank, 2)
+    def send(twin: Twin) -> None:
+        under_way: deque[Pending] = deque()
+        for number, size in enumerate(sizes):
+            if len(under_way) == IN_FLIGHT:
+                done(under_way.popleft())
+            under_way.append(twin.send(pattern(size, number + twin.rank)))
+        done(*under_way)
+
+    def receive(twin: Twin) -> None:
+        for number, size in enumerate(sizes):
+            assert torch.equal(twin.next().take(), pattern(size, number + twin.peer))
+
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(work, twin) for work in (send, receive) for twin in twins]
+        for future in running:
+            future.result()
 
 
 def test_begin_waits_for_nobody() -> None:
@@ -62,8 +72,7 @@ def test_begin_waits_for_nobody() -> None:
             if me == 0:
                 under_way = [twin.send(pattern(MIB, number)) for number in range(IN_FLIGHT)]
                 begun.set()  # and only now does the other side read its first header
-                for pending in under_way:
-                    pending.finish(Deadline(LONG_S))
+                done(*under_way)
             else:
                 assert begun.wait(LONG_S)
                 twin.read()
@@ -73,42 +82,40 @@ def test_begin_waits_for_nobody() -> None:
     run_threads(rank, 2)
 
 
-def test_the_bytes_come_in_before_anybody_asks() -> None:
-    def rank(me: int, world_size: int, store: Store) -> None:
-        with Twin(lo(), me, 1 - me, store) as twin:
-            if me == 0:
-                sent = [twin.send(pattern(MIB)), twin.send(pattern(1))]
-                for pending in sent:
-                    pending.finish(Deadline(LONG_S))
-            else:
-                first, second = twin.next(), twin.next()
-                while first.buffer[-1] != pattern(MIB)[-1]:
-                    pass
-                first.take()
-                second.take()
-
-    run_threads(rank, 2)
+def test_the_bytes_come_in_before_anybody_asks(twins: tuple[Twin, Twin]) -> None:
+    payload = torch.ones(MIB, dtype=torch.uint8)
+    pending = twins[0].send(payload)
+    incoming = twins[1].next()
+    deadline = Deadline(LONG_S)
+    while not incoming.buffer.all():
+        assert not deadline.passed
+    incoming.take()
+    done(pending)
 
 
-def test_an_empty_message_is_announced_and_done() -> None:
-    def rank(me: int, world_size: int, store: Store) -> None:
-        with Twin(lo(), me, 1 - me, store) as twin:
-            assert twin.send(pattern(0)) is FINISHED
-            assert twin.next().take().numel() == 0
+def test_what_has_arrived_is_taken_after_the_deadline_too(twins: tuple[Twin, Twin]) -> None:
+    pending = twins[0].send(pattern(1))
+    first = twins[1].next()
+    second = twins[0].send(pattern(MIB))
+    incoming = twins[1].next()
+    incoming.pending.finish(Deadline(LONG_S))
+    first.pending.finish(Deadline(0))
+    done(pending, second)
 
-    run_threads(rank, 2)
+
+def test_a_send_is_done_only_when_it_has_been_received(twins: tuple[Twin, Twin]) -> None:
+    pending = twins[0].send(pattern(9))
+    incoming = twins[1].next()
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(done, pending)
+        assert not sending.done()
+        incoming.take()
+        sending.result()
 
 
-def test_received_where_it_was_accepted() -> None:
-    def rank(me: int, world_size: int, store: Store) -> None:
-        with Twin(lo(), me, 1 - me, store) as twin:
-            pending = twin.send(pattern(MIB))
-            incoming = twin.next()
-            address = incoming.buffer.data_ptr()
-            assert incoming.take().data_ptr() == address
-            pending.finish(Deadline(LONG_S))
-
-    run_threads(rank, 2)
+def test_an_empty_message_is_announced_and_done(twins: tuple[Twin, Twin]) -> None:
+    assert twins[0].send(pattern(0)) is FINISHED
+    assert twins[1].next().take().numel() == 0
 
 
 def test_a_rank_with_twenty_peers() -> None:
@@ -121,8 +128,7 @@ def test_a_rank_with_twenty_peers() -> None:
         pendings = [twin.send(pattern(70000, me)) for twin in twins]
         for twin in twins:
             assert torch.equal(twin.next().take(), pattern(70000, twin.peer))
-        for pending in pendings:
-            pending.finish(Deadline(LONG_S))
+        done(*pendings)
         for twin in twins:
             twin.close()
 

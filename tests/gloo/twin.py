@@ -7,6 +7,7 @@ the tests.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import signal
@@ -192,6 +193,9 @@ class Twin:
         self.wake()
 
     def close(self) -> None:
+        """Close the transport, then wait for the peer to have done so."""
+        if self._wire.closed:
+            return
         deadline = Deadline(LONG_S)
         self.sender.close(deadline)
         self.receiver.close(deadline)
@@ -251,12 +255,12 @@ BIG_BYTES = 256 * 1024 * 1024
 
 
 def exchange(rank: int, world_size: int, store: Store, sizes: list[int]) -> None:
-    """Send and receive messages of these sizes, both ways at once."""
+    """Send and receive messages of these sizes, both ways at once, without a deadline."""
     with Twin(lo(), rank, 1 - rank, store) as twin:
         for number, size in enumerate(sizes):
             pending = twin.send(pattern(size, 2 * number + rank))
-            received = twin.next().take()
-            pending.finish(Deadline(LONG_S))
+            received = twin.next().take(math.inf)
+            pending.finish(Deadline(math.inf))
             assert torch.equal(received, pattern(size, 2 * number + twin.peer)), size
 
 
@@ -313,6 +317,14 @@ def holdings() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+def left_since(before: tuple[int, int]) -> tuple[int, int]:
+    """How many more there are now; waits for threads that have been joined to be gone."""
+    deadline = Deadline(2)
+    while (now := holdings()) != before and not deadline.passed:
+        time.sleep(0.001)
+    return now[0] - before[0], now[1] - before[1]
+
+
 def lose_peer(rank: int, world_size: int, store: Store, case: Case) -> Loss | None:
     """Be struck in the middle of a message, or live to tell of it."""
     before = holdings()
@@ -328,15 +340,15 @@ def lose_peer(rank: int, world_size: int, store: Store, case: Case) -> Loss | No
     if rank == VICTIM:
         return _be_lost(twin, store, case)
     pending, buffer = _begin(twin, case)
-    if not case.sends:
+    if not (case.sends and case.under_way):
         _strike(store, case, buffer)
     error, seconds = _finish(twin, pending, store, case)
     arrived = not case.sends and bool(buffer[-1])
+    twin.transport.close(Deadline(LONG_S))
+    with suppress(ProcessLookupError):
+        os.kill(int(store.get("pid")), signal.SIGKILL)
     twin.close()
-    os.kill(int(store.get("pid")), signal.SIGKILL)
-    after = holdings()
-    left = after[0] - before[0], after[1] - before[1]
-    return Loss(f"{type(error).__name__}: {error}", seconds, arrived, left)
+    return Loss(f"{type(error).__name__}: {error}", seconds, arrived, left_since(before))
 
 
 def _be_lost(twin: Twin, store: Store, case: Case) -> None:
@@ -344,11 +356,9 @@ def _be_lost(twin: Twin, store: Store, case: Case) -> None:
     kept: Any = None
     if case.sends and case.under_way:
         _strike(store, case, twin.next().buffer)
-    elif case.sends:
-        _strike(store, case, None)
     elif case.under_way:
         kept = twin.send(torch.ones(BIG_BYTES, dtype=torch.uint8))
-    else:
+    elif not case.sends:
         twin.only_announce(1000)
     threading.Event().wait()
     del kept
@@ -362,9 +372,9 @@ def _begin(twin: Twin, case: Case) -> tuple[Pending, torch.Tensor]:
     return incoming.pending, incoming.buffer
 
 
-def _strike(store: Store, case: Case, buffer: torch.Tensor | None) -> None:
+def _strike(store: Store, case: Case, buffer: torch.Tensor) -> None:
     """Kill or stop the victim, as soon as the first byte is in where one is on its way."""
-    while case.under_way and buffer is not None and not buffer[0]:
+    while case.under_way and not buffer[0]:
         time.sleep(0)
     store.set("struck", repr(time.monotonic()))
     os.kill(int(store.get("pid")), case.number)
@@ -373,22 +383,24 @@ def _strike(store: Store, case: Case, buffer: torch.Tensor | None) -> None:
 def _finish(
     twin: Twin, pending: Pending, store: Store, case: Case
 ) -> tuple[BaseException, float]:
-    aborted: list[float] = []
+    began = {"deadline": time.monotonic()}
 
     def abort() -> None:
         store.wait(["struck"])
-        aborted.append(time.monotonic())
+        began["abort"] = time.monotonic()
         twin.fail(ConnectionAbortedError("for a test"))
 
+    aborter = threading.Thread(target=abort)
     if case.ends == "abort":
-        threading.Thread(target=abort).start()
-    start = time.monotonic()
+        aborter.start()
     try:
-        pending.finish(Deadline(0.5 if case.ends == "deadline" else LONG_S))
+        pending.finish(Deadline(0.5 if case.ends == "deadline" else math.inf))
     except OSError as error:
         end = time.monotonic()
-        began = {"death": float(store.get("struck")), "deadline": start}
-        return error, end - (aborted[0] if aborted else began[case.ends])
+        if case.ends == "abort":
+            aborter.join()
+        began["death"] = float(store.get("struck"))
+        return error, end - began[case.ends]
     raise AssertionError("finish returned")
 
 

@@ -28,9 +28,11 @@ def test_a_rank_in_two_stages(chain: Chain, problems: Problems) -> None:
 
 def test_a_rank_twice_in_a_stage(chain: Chain, problems: Problems) -> None:
     plan = chain(2)
-    plan["stages"][0]["ranks"] = [0, 1, 0]
+    plan["stages"][0]["ranks"] = [0, 1, 0, 0]
     assert problems(plan) == [
-        "stages[0].ranks[2]: rank 0 is already replica 0 of stage 'a'; a rank holds one stage"
+        f"stages[0].ranks[{place}]: rank 0 is already replica 0 of stage 'a'; "
+        "a rank holds one stage"
+        for place in (2, 3)
     ]
 
 
@@ -179,8 +181,8 @@ def test_grad_follows_from_the_dtype(chain: Chain, keys: Table, grad: bool) -> N
     [
         ([[0], [1]], "pipeline.servers: no server has rank 2; list every rank, or no servers"),
         (
-            [[0, 1], [2, 1]],
-            "pipeline.servers[1][1]: rank 1 is on two servers or twice on one; "
+            [[0, 1], [2, 2]],
+            "pipeline.servers[1][1]: rank 2 is on two servers or twice on one; "
             "each of the ranks 0 to 2 belongs to one server",
         ),
         (

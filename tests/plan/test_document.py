@@ -274,6 +274,12 @@ def test_tuples_serve_as_lists(chain: Chain) -> None:
     assert made.tensors[0].shape == (2, -1)
 
 
+def test_problems_in_tuples_have_their_place(chain: Chain, problems: Problems) -> None:
+    plan = chain(1)
+    plan["stages"] = ({"name": "a", "ranks": (0, "1")},)
+    assert problems(plan) == [f"stages[0].ranks[1]: '1': {INT}"]
+
+
 def test_defaults_are_those_of_the_values() -> None:
     assert Limits(**dict(LimitsTable())) == Limits()
     assert Control(**dict(ControlTable())) == Control()

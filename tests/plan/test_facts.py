@@ -110,6 +110,34 @@ DIFFERENT: dict[str, tuple[Change, list[str]]] = {
 }
 
 
+def test_what_ranks_must_agree_on(chain: Chain) -> None:
+    raw = {**chain(1, 1), "links": [{"transport": "x"}], "transports": {"x": {}}}
+    raw["tensors"][0]["shape"] = [-1]
+    assert Plan.from_dict(raw).facts() == {
+        "pipeline schedule": '"1f1b"',
+        "pipeline routing": '"round_robin"',
+        "pipeline window": "not given",
+        "pipeline servers": "not given",
+        "control inline_bytes": "8192",
+        "stage 'a' place": "0",
+        "stage 'a' ranks": "[0]",
+        "stage 'a' device": '"cpu"',
+        "stage 'a' warm_up": "not given",
+        "stage 'b' place": "1",
+        "stage 'b' ranks": "[1]",
+        "stage 'b' device": '"cpu"',
+        "stage 'b' warm_up": "not given",
+        "tensor 'ab' from": '"a"',
+        "tensor 'ab' to": '["b"]',
+        "tensor 'ab' dtype": "not given",
+        "tensor 'ab' shape": "[-1]",
+        "tensor 'ab' grad": "true",
+        "link rule 0 keys": "{}",
+        "link rule 0 transport": '["x"]',
+        "transport 'x' options": "{}",
+    }
+
+
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_a_difference(chain: Chain, case: str) -> None:
     change, lines = DIFFERENT[case]

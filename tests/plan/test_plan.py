@@ -76,6 +76,7 @@ def digits() -> Plan:
 
 def test_stages_and_ranks(digits: Plan) -> None:
     assert digits.world_size == 4
+    assert [stage.replicas for stage in digits.stages] == [2, 1, 1]
     assert [stage.index for stage in digits.stages] == [0, 1, 2]
     assert [digits.stage_of(rank).name for rank in range(4)] == [
         "classifier",

@@ -16,7 +16,8 @@ def test_ranges(numbers: list[int], text: str) -> None:
 
 
 def test_many_ranges_are_cut() -> None:
-    assert ranges(range(0, 100, 2)).endswith(", 44, 46, …")
+    assert ranges(range(0, 48, 2)).endswith(", 44, 46")
+    assert ranges(range(0, 50, 2)).endswith(", 44, 46, …")
 
 
 def test_many_names_are_cut_and_counted() -> None:

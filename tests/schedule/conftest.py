@@ -9,20 +9,20 @@ import pytest
 from hypothesis import strategies as st
 
 from stagelink.plan import Plan
-from stagelink.schedule import Action, actions_for
+from stagelink.schedule import Action, Mode, actions_for
 
 Ends = tuple[int, int] | tuple[int, int, bool]
 MakePlan = Callable[..., Plan]
 Programs = Callable[..., list[Sequence[Action]]]
-Shape = tuple[list[int], list[Ends]]
+Shape = tuple[list[int], list[tuple[int, int, bool]]]
 
 
 @pytest.fixture(scope="session")
 def make_plan() -> MakePlan:
-    """``make_plan([2, 1])``: stages s0 and s1 of 2 and 1 ranks, tensor t00 from the first to the second.
+    """``make_plan([2, 1])``: stages s0 and s1 of 2 ranks and 1, tensor t00 from s0 to s1.
 
     ``edges`` takes the place of the line: (source, target) or (source, target, gradient), numbered
-    as listed. ``warm_up`` is by stage, ``limits`` a table, further keywords keys of ``[pipeline]``.
+    as listed. ``warm_up`` is by stage, ``limits`` a table; other keywords go to ``[pipeline]``.
     """
 
     def make(
@@ -54,7 +54,7 @@ def programs() -> Programs:
     """The actions of all ranks of a plan by its schedule."""
 
     def make(
-        plan: Plan, microbatches: int, warm_up: Sequence[int], mode: str = "train"
+        plan: Plan, microbatches: int, warm_up: Sequence[int], mode: Mode = "train"
     ) -> list[Sequence[Action]]:
         ranks = range(plan.world_size)
         return [actions_for(plan, rank, microbatches, warm_up, mode) for rank in ranks]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stagelink.errors import PlanError
+from stagelink.plan import Plan
 from stagelink.schedule import Action, Kind, actions_for
 
+MakePlan = Callable[..., Plan]
 
-def written(actions):
+
+def written(actions: Iterable[Action]) -> str:
     return " ".join(map(str, actions))
 
 
@@ -23,12 +28,12 @@ def written(actions):
         (3, "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"),
     ],
 )
-def test_one_forward_one_backward(rank, expected, make_plan):
+def test_one_forward_one_backward(rank: int, expected: str, make_plan: MakePlan) -> None:
     plan = make_plan([1, 1, 1, 1])
     assert written(actions_for(plan, rank, 5, (3, 2, 1, 0))) == expected
 
 
-def test_replicas_take_turns(make_plan):
+def test_replicas_take_turns(make_plan: MakePlan) -> None:
     plan = make_plan([2, 3])
     lists = [written(actions_for(plan, rank, 7, (1, 0))) for rank in range(5)]
     assert lists == [
@@ -40,47 +45,56 @@ def test_replicas_take_turns(make_plan):
     ]
 
 
-def test_gpipe_forwards_all_then_backwards_all(make_plan):
+def test_gpipe_forwards_all_then_backwards_all(make_plan: MakePlan) -> None:
     plan = make_plan([2, 1], schedule="gpipe")
     assert written(actions_for(plan, 0, 5, (0, 0))) == "F0 F2 F4 B0 B2 B4"
     assert written(actions_for(plan, 2, 3, (0, 0))) == "F0 F1 F2 B0 B1 B2"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "forward"])
-def test_evaluation_is_forwards_alone(schedule, make_plan):
+def test_evaluation_is_forwards_alone(schedule: str, make_plan: MakePlan) -> None:
     plan = make_plan([2, 1], schedule=schedule)
     assert written(actions_for(plan, 1, 5, (1, 0), "evaluate")) == "F1 F3"
 
 
-def test_a_forward_schedule_trains_without_backwards(make_plan):
+def test_a_forward_schedule_trains_without_backwards(make_plan: MakePlan) -> None:
     plan = make_plan([1, 1], schedule="forward")
     assert written(actions_for(plan, 1, 2, (0, 0))) == "F0 F1"
 
 
 @pytest.mark.parametrize(("microbatches", "expected"), [(2, "F0 F1 B0 B1"), (1, "F0 B0"), (0, "")])
-def test_fewer_microbatches_than_warm_up(microbatches, expected, make_plan):
+def test_fewer_microbatches_than_warm_up(
+    microbatches: int, expected: str, make_plan: MakePlan
+) -> None:
     assert written(actions_for(make_plan([1, 1]), 0, microbatches, (3, 0))) == expected
 
 
-def test_an_unknown_rank_has_no_actions(make_plan):
+def test_an_unknown_rank_has_no_actions(make_plan: MakePlan) -> None:
     with pytest.raises(PlanError, match="there is no rank 2"):
         actions_for(make_plan([1, 1]), 2, 4, (1, 0))
 
 
-@given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 7), st.sampled_from(["1f1b", "gpipe"]))
-def test_no_more_than_warm_up_is_ahead(make_plan, replicas, microbatches, warm_up, schedule):
+@given(
+    st.integers(1, 5), st.integers(0, 20), st.integers(0, 7), st.sampled_from(["1f1b", "gpipe"])
+)
+def test_no_more_than_warm_up_is_ahead(
+    make_plan: MakePlan, replicas: int, microbatches: int, warm_up: int, schedule: str
+) -> None:
     plan = make_plan([replicas, 1], schedule=schedule)
     for rank in range(replicas):
         actions = actions_for(plan, rank, microbatches, (warm_up, 0))
         mine = list(range(rank, microbatches, replicas))
         for kind in Kind:
             assert [a.microbatch for a in actions if a.kind is kind] == mine
-        ahead = [sum(1 if a.kind is Kind.FORWARD else -1 for a in actions[:n]) for n in range(len(actions))]
+        ahead = [
+            sum(1 if a.kind is Kind.FORWARD else -1 for a in actions[:n])
+            for n in range(len(actions))
+        ]
         first = min(len(mine), len(mine) if schedule == "gpipe" else warm_up + 1)
         assert max(ahead, default=0) == first
         assert min(ahead, default=0) >= 0
         assert all(action.stage == 0 for action in actions)
 
 
-def test_an_action_in_short():
+def test_an_action_in_short() -> None:
     assert (str(Action(Kind.FORWARD, 1, 3)), str(Action(Kind.BACKWARD, 0, 12))) == ("F3", "B12")

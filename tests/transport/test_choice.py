@@ -232,7 +232,8 @@ def test_where_nothing_fits_every_reason_is_told() -> None:
     with pytest.raises(NoTransportError) as caught:
         chosen(only_rule("x", "y", "z"), pair)
     assert str(caught.value) == (
-        "nothing can carry tensor 'hidden' from rank 0 to rank 1 (device 'cpu'); by links[0]:\n"
+        "nothing can carry tensor 'hidden' from rank 0 to rank 1 (device 'cpu'); "
+        "links[0] decides:\n"
         "  - 'x': needs both ranks in one process\n"
         "  - 'y': rank 0 cannot use it: no bus\n"
         "  - 'z': not installed on rank 0\n"
@@ -263,7 +264,7 @@ def test_a_sole_transport_s_own_error_is_raised_on_both_ends(state: Any, kind: t
         (ends(FITS, {"x": lacking}), 1),
     ):
         with pytest.raises(
-            kind, match=rf"hidden.* by links\[0\]. On rank {rank}: the whole text$"
+            kind, match=rf"hidden.* links\[0\] decides. On rank {rank}: the whole text$"
         ):
             chosen(only_rule("x"), pair)
 
@@ -301,7 +302,7 @@ def test_auto_with_nothing_installed_says_so() -> None:
 
 def test_auto_where_nothing_fits_tells_every_reason() -> None:
     with pytest.raises(
-        NoTransportError, match=r"(?s)by links\[0\]:\n  - 'x': not installed on rank 1"
+        NoTransportError, match=r"(?s)links\[0\] decides:\n  - 'x': not installed on rank 1"
     ):
         chosen(only_rule("auto"), ends({"x": usable()}, {}))
 
@@ -340,7 +341,7 @@ def test_no_plugin_is_asked_where_a_rule_names_transports() -> None:
 
 def test_a_choice_explains_itself() -> None:
     choice = chosen(only_rule("x", "y"), ends(FITS))
-    assert choice.explain() == ["0→1 by y (by links[0])", "not 'x': not installed on rank 0"]
+    assert choice.explain() == ["0→1 by y (links[0])", "not 'x': not installed on rank 0"]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +351,7 @@ def test_a_choice_explains_itself() -> None:
             Choice(Link(0, 1, "y", "cpu"), None, auto=True),
             "0→1 by y (auto; no rule in `links` matches)",
         ),
-        (Choice(Link(0, 1, "y", "cpu"), 3, auto=True), "0→1 by y (auto; by links[3])"),
+        (Choice(Link(0, 1, "y", "cpu"), 3, auto=True), "0→1 by y (auto; links[3])"),
     ],
 )
 def test_a_choice_by_auto_says_so(choice: Choice, line: str) -> None:

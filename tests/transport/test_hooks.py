@@ -14,8 +14,9 @@ from stagelink.transport.contract import Link
 from stagelink.transport.events import Event, LinkCounters
 from stagelink.transport.header import Direction
 from stagelink.transport.hooks import hookimpl
+from stagelink.transport.inspection import plugin_problems
 from stagelink.transport.plugins import Plugins
-from stagelink.transport.relay import Relay, plugin_problems
+from stagelink.transport.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -85,6 +85,7 @@ def test_c058_one_that_is_not_installed_is_absent() -> None:
 def test_c120_a_disabled_one_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.transport("fast")
     monkeypatch.setenv("STAGELINK_DISABLE_PLUGINS", "fast")
+    assert survey(Plugins(), None, {}).offers["fast"].state == "disabled"
     assert offer_of("fast").state == "disabled"
     assert "STAGELINK_DISABLE_PLUGINS" in offer_of("fast").reason
 

@@ -7,6 +7,7 @@ does not take at once is queued and flushed when it becomes writable.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -18,11 +19,24 @@ from typing import NamedTuple
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import HEADER_BYTES, Header
 
-__all__ = ["Connection", "Frame"]
+__all__ = ["MAX_FDS", "Connection", "Frame"]
+
+MAX_FDS = 253
+"""File descriptors that one frame may carry: what the kernel takes at once."""
 
 _READ_BYTES = 256 * 1024
-_MAX_FDS = 64
-_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError)
+_GONE = frozenset(
+    {
+        errno.EPIPE,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        # A cut cable, when the kernel gives up.
+        errno.ETIMEDOUT,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+        errno.ENETDOWN,
+    }
+)
 
 
 class Frame(NamedTuple):
@@ -82,10 +96,12 @@ class Connection:
         that a peer is dead.
 
         Raises:
-            ProtocolError: descriptors over a connection that cannot carry them.
+            ProtocolError: descriptors over a connection that cannot carry them, or too many.
         """
         if fds and not self._passes_fds:
             raise ProtocolError(f"{len(fds)} file descriptors over a connection between servers")
+        if len(fds) > MAX_FDS:
+            raise ProtocolError(f"{len(fds)} file descriptors in one frame; it takes {MAX_FDS}")
         data = header.pack(len(note), len(fds)) + note + payload
         with self._lock:
             if self._broken or self._half_close:
@@ -137,7 +153,9 @@ class Connection:
             return self.sock.sendmsg([data], [rights])
         except BlockingIOError:
             return 0
-        except _GONE:
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
             self._broken = True
             return 0
 
@@ -196,7 +214,7 @@ class Connection:
             return data
 
     def _receive_with_fds(self) -> bytes:
-        space = socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize)
+        space = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)
         data, ancillary, _, _ = self.sock.recvmsg(_READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -145,7 +145,8 @@ class Meeting:
     def _on_hello(self, connection: Connection, frame: Frame) -> None:
         fields = decode(frame)
         expected = self._dialled.get(connection)
-        if not hmac.compare_digest(str(fields.get("token")), self._token):
+        token = str(fields.get("token")).encode(errors="replace")
+        if not hmac.compare_digest(token, self._token.encode()):
             raise ProtocolError("HELLO without this job's token")
         _check_credentials(connection.sock)
         peer = fields.get("rank")

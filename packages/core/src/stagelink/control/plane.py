@@ -41,6 +41,7 @@ MessageHandler = Callable[[int, Frame], None]
 
 logger = logging.getLogger("stagelink")
 _ABORT_FLUSH_S = 1.0
+_EXPLAIN_S = 0.5
 _planes: weakref.WeakSet[Plane] = weakref.WeakSet()
 
 
@@ -66,7 +67,7 @@ def decode_text(text: str | bytes) -> dict[str, Any]:
     """
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"damaged message: {error}") from None
     if not isinstance(fields, dict):
         raise ProtocolError("damaged message: no object")
@@ -105,6 +106,7 @@ class Plane:
         self._reported = False
         self._closing = False
         self._closed = False
+        self._process = os.getpid()
         self._forked = False
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -224,7 +226,7 @@ class Plane:
         """As `check`, but fine with a handler that is being closed."""
         if self._forked:
             raise ForkedError(
-                f"rank {self.rank} was opened in process {os.getppid()}, this is its fork "
+                f"rank {self.rank} was opened in process {self._process}, this is its fork "
                 f"{os.getpid()}; connect again here, or start workers by spawn"
             )
         if self.failure is not None:
@@ -312,11 +314,13 @@ class Plane:
     def _on_connection(self, connection: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE and connection.flush():
             with self.lock:
-                self._selector.modify(
-                    connection.sock,
-                    selectors.EVENT_READ,
-                    partial(self._on_connection, connection),
-                )
+                # Not if more has been queued meanwhile: that was watched for before this.
+                if connection.flushed:
+                    self._selector.modify(
+                        connection.sock,
+                        selectors.EVENT_READ,
+                        partial(self._on_connection, connection),
+                    )
             self.changed()
         if mask & selectors.EVENT_READ:
             try:
@@ -399,12 +403,27 @@ class Plane:
                 "rank": self.rank if origin is None else origin,
                 "text": str(error) if text is None else text,
             }
-        for peer, connection in self._connections.items():
+            connections = tuple(self._connections.items())
+        for peer, connection in connections:
             if peer != told_by:
                 connection.send(Header(MessageKind.ABORT), encode(self.cause))
         for callback in self._on_failure:
             callback(error)
         self.changed()
+
+    def blame(self, error: StagelinkError) -> StagelinkError:
+        """Fail with a transport's error, unless reading explains it better within a moment.
+
+        A transport often notices first that a peer is gone, but only the end of the peer's
+        connection says that it died. Never called on the reading thread.
+
+        Returns:
+            What to raise in the caller's thread.
+        """
+        self.turns.wait(lambda: self.failure is not None, Deadline(_EXPLAIN_S))
+        self.fail(error)
+        self._reported = True
+        return error if self.failure is None else _again(self.failure)
 
     def fail_as_told(self, cause: Mapping[str, Any], told_by: int | None = None) -> None:
         """Fail with the cause of another rank's failure, see `cause`."""

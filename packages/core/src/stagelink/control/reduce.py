@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stagelink.errors import DeadlineError, ProtocolError
+from stagelink.errors import DeadlineError, ProtocolError, UsageError
 from stagelink.transport.header import Direction, Header, MessageKind
 
 if TYPE_CHECKING:
@@ -76,8 +76,11 @@ class Reducer:
         Raises:
             DeadlineError: a rank did not take part; it is named.
             ProtocolError: a rank gave another number of values.
+            UsageError: there is no such ``op``.
         """
-        combine = _COMBINE[op]
+        combine = _COMBINE.get(op)
+        if combine is None:
+            raise UsageError(f"reduce by {op!r}: it is one of {', '.join(map(repr, _COMBINE))}")
         number, self._round = self._round, self._round + 1
         total = [float(value) for value in values]
         for child in self._tree.children:

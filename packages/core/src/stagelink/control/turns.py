@@ -2,7 +2,8 @@
 
 A caller that waits for something takes the role, so what it waits for reaches it without a change
 of threads. While no caller waits, a stand-by thread has the role; it comes in only when nobody has
-read for a moment, so callers that wait often do not pay for handing the role back and forth.
+been at work for a moment, so callers that wait often do not pay for handing the role back and
+forth.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Turns:
         self._standbys_turn = False
         self._parked = False
         self._stopped = False
-        self._last_turn = 0.0
+        self._last_call = 0.0
         self.on_long_wait: Callable[[], None] | None = None
         self._standby = threading.Thread(target=self._stand_by, name=name, daemon=True)
 
@@ -70,6 +71,10 @@ class Turns:
         if self._standby.is_alive() and threading.current_thread() is not self._standby:
             self._standby.join()
 
+    def touch(self) -> None:
+        """A caller is at work and will soon wait: the stand-by need not come in."""
+        self._last_call = time.monotonic()
+
     def changed(self) -> None:
         """Have every waiting caller look again; from any thread, returns at once."""
         with self.lock:
@@ -84,6 +89,7 @@ class Turns:
         Signals interrupt it. An exception out of reading or out of ``ready`` ends it.
         """
         with self.lock:
+            self._last_call = time.monotonic()
             if ready():
                 return True
             self._waiting += 1
@@ -118,7 +124,7 @@ class Turns:
         finally:
             self.lock.acquire()
             if self._callers_turn:
-                self._last_turn = time.monotonic()
+                self._last_call = time.monotonic()
             self._callers_turn = self._standbys_turn = False
             if self._waiting:
                 self._changed.notify_all()
@@ -126,7 +132,7 @@ class Turns:
     def _stand_by(self) -> None:
         with self.lock:
             while not self._stopped:
-                nap = self._last_turn + _GRACE_S - time.monotonic()
+                nap = self._last_call + _GRACE_S - time.monotonic()
                 if self._waiting or self._callers_turn:
                     self._parked = True
                     self._idle.wait()

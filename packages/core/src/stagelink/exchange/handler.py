@@ -6,7 +6,7 @@ import json
 import os
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -19,6 +19,7 @@ from stagelink.errors import (
     AbortedError,
     DeadlineError,
     DisagreementError,
+    PeerClosedError,
     PlanError,
     StagelinkError,
     UsageError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from stagelink.exchange.handles import Awaited
     from stagelink.exchange.inbox import Key
     from stagelink.exchange.opening import Mode
     from stagelink.plan import Edge, Plan, Stage
@@ -154,6 +156,7 @@ class Handler:
         self._transports: Mapping[str, Transport] = {}
         self._session: Session | None = None
         self._next_session = 0
+        self._drops: list[Callable[[], None]] = []
         self._neighbours = neighbours(plan)
         self._plane = Plane(rank)
         self._pool = BufferPool(plan.limits.pool_bytes)
@@ -258,11 +261,11 @@ class Handler:
         self._plane.check()
         self._check_opening(microbatches)
         if microbatches is not None:
-            self._verdict(microbatches, actions)
+            self._verdict(mode, microbatches, actions)
         number = self._next_session
         self._next_session += 1
         opening = self._openings.open(number, mode, microbatches, items)
-        verdict = self._verdict(opening.microbatches, actions)
+        verdict = self._verdict(mode, opening.microbatches, actions)
         windows = verdict.windows if mode == "train" else verdict.forward_windows
         self._mail.enter(number, lambda edge: windows[edge.index])
         own = actions_for(self.plan, self.rank, opening.microbatches, verdict.warm_up, mode)
@@ -291,7 +294,7 @@ class Handler:
             )
 
     def _verdict(
-        self, microbatches: int, actions: Mapping[int, Sequence[Action]] | None
+        self, mode: Mode, microbatches: int, actions: Mapping[int, Sequence[Action]] | None
     ) -> Verdict:
         if actions is not None:
             verdict = verify(self.plan, microbatches, actions)
@@ -299,8 +302,8 @@ class Handler:
             verdict = self._verdicts[microbatches]
         else:
             verdict = self._verdicts[microbatches] = verify(self.plan, microbatches)
-        require(verdict)
-        return verdict
+        # Forwards alone, each rank's in ascending order, cannot wait in a circle.
+        return require(verdict) if mode == "train" else verdict
 
     # -- all ranks together
     # ------------------------------------------------------------------------
@@ -350,6 +353,43 @@ class Handler:
         )
         self._plugins.hooks.event(event)
 
+    # -- for a process group of the caller's own
+
+    def replica_store(self, drop: Callable[[], None]) -> Store:
+        """A store that the replicas of this stage share, to build a process group of theirs on.
+
+        A new one at every call; the replicas call in the same order.
+
+        Args:
+            drop: gives up what is built there. Called when this handler fails or is closed, or
+                both; on any thread, and must return at once.
+
+        Raises:
+            StagelinkError: this handler failed or was closed.
+        """
+        self._plane.check()
+        number = len(self._drops)
+        self._drops.append(drop)
+        self._plane.on_failure(lambda _: drop())
+        return self._rendezvous.pair_store(f"stage {self.stage.index}/{number}")
+
+    def wait(self, future: Awaited, what: str, deadline_s: float | None = None) -> None:
+        """Block until a future of the caller's own is done, or the pipeline has failed.
+
+        Args:
+            future: of torch or of the standard library; its result is not looked at.
+            what: what is waited for, for the error.
+            deadline_s: seconds to wait; None: the plan's ``limits.deadline_s``.
+
+        Raises:
+            DeadlineError: it was not done in time.
+            StagelinkError: this handler failed or was closed.
+        """
+        seconds = self.plan.limits.deadline_s if deadline_s is None else deadline_s
+        future.add_done_callback(lambda _: self._plane.changed())
+        if not self._plane.wait(future.done, Deadline(seconds)):
+            raise DeadlineError(f"rank {self.rank}: {what}: not done within {seconds:g} s")
+
     # -- the end
     # -----------------------------------------------------------------------------------
 
@@ -378,6 +418,7 @@ class Handler:
 
         Raises:
             DeadlineError: messages could not be delivered in time; everything was given back.
+            PeerClosedError: messages could not be delivered, since their receivers had closed.
             StagelinkError: the handler had failed, and no call has said so yet.
         """
         if self._plane.forked or not self._plane.start_closing():
@@ -387,10 +428,15 @@ class Handler:
         self._plane.check_reported()
         if lost:
             text = ", ".join(f"{count} on {link}" for link, count in lost.items())
+            if all(link.target in self._plane.gone for link in lost):
+                raise PeerClosedError(f"rank {self.rank}: not delivered, the peer closed: {text}")
             raise DeadlineError(f"rank {self.rank}: not delivered within {seconds:g} s: {text}")
 
     def _close(self, deadline: Deadline) -> dict[Link, int]:
         self._plane.start_closing()
+        for drop in self._drops:
+            drop()
+        self._mail.abandon()
         lost = self._drain(deadline)
         self._wiring.close(deadline)
         self._plane.close(deadline)
@@ -406,10 +452,9 @@ class Handler:
 
     def _drain(self, deadline: Deadline) -> dict[Link, int]:
         try:
-            self._plane.wait_while_closing(lambda: not self._wiring.undelivered(), deadline)
+            return self._wiring.drain(deadline)
         except StagelinkError:  # it failed meanwhile, which `close` reports if nobody has
             return {}
-        return self._wiring.undelivered()
 
     def __enter__(self) -> Self:
         return self

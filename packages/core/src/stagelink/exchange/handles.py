@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from stagelink.exchange.link import SendJob
 
-__all__ = ["RecvHandle", "SendHandle"]
+__all__ = ["Awaited", "RecvHandle", "SendHandle"]
+
+
+class Awaited(Protocol):
+    """What futures of torch and of the standard library have in common."""
+
+    def done(self) -> bool:
+        """Whether it has a result or an error."""
+
+    def add_done_callback(self, callback: Callable[[Any], Any], /) -> Any:
+        """Call back with the future when it is done, on any thread; at once if it is."""
 
 
 class SendHandle:

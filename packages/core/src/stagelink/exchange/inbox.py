@@ -96,6 +96,12 @@ class Inbox:
         keys = [key for key in self._arrivals if key.session == session]
         return [self._arrivals.pop(key) for key in keys]
 
+    def clear(self) -> list[Arrival]:
+        """Remove everything."""
+        arrivals = list(self._arrivals.values())
+        self._arrivals.clear()
+        return arrivals
+
     def last_microbatch(self, key: Key, peer: int) -> int | None:
         """The microbatch that came last from a peer on this edge, direction and session."""
         session, microbatch = self._last.get((key.edge, key.direction, peer), (None, None))

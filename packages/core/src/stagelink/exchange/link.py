@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.errors import StagelinkError, TransportError
+from stagelink.errors import ClosedError, PeerClosedError, StagelinkError, TransportError
 from stagelink.transport.contract import FINISHED, Deadline, Link, Message, Pending
 
 if TYPE_CHECKING:
@@ -30,7 +30,13 @@ _FOREVER = Deadline(float("inf"))
 
 
 class LinkEnd(ABC):
-    """What both ends share: notes, and the worker, started when there is something to finish."""
+    """What both ends share: notes, and the worker, started when there is something to finish.
+
+    Attributes:
+        unfinished: how many messages are on their way through this end.
+    """
+
+    unfinished = 0
 
     def __init__(self, name: str, fail: Callable[[StagelinkError], None]) -> None:
         self._notes_lock = threading.RLock()
@@ -41,6 +47,7 @@ class LinkEnd(ABC):
         self._name = name
         self._fail = fail
         self._stopped = False
+        self._given_up = False
         self._thread: threading.Thread | None = None
 
     def note(self, note: bytes, fds: Sequence[int]) -> None:
@@ -64,11 +71,27 @@ class LinkEnd(ABC):
         if end is not None:
             end.abort(cause)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being finished: what is unfinished will not be."""
+        return self._given_up or not self._has_work()
+
+    def check_open(self) -> None:
+        """Raise if this end is being closed, so that nothing may be waited for on it.
+
+        Raises:
+            ClosedError: it is.
+        """
+        if self._stopped:
+            raise ClosedError(f"{self._name} is being closed")
+
     def close(self, deadline: Deadline) -> None:
         """End the worker and give the transport's end back; what is unfinished stays so."""
         with self._lock:
             self._stopped = True
             self._work.notify()
+        if self._has_work():
+            self.abort(ClosedError(f"{self._name} is being closed"))
         if self._thread is not None:
             self._thread.join(deadline.remaining_s)
         if self._end is not None:
@@ -98,6 +121,11 @@ class LinkEnd(ABC):
                     return
             try:
                 self._finish_head()
+            except (ClosedError, PeerClosedError):
+                # The one who closes reports what was not delivered; nobody else is harmed by it.
+                with self._lock:
+                    self._given_up = True
+                return
             except StagelinkError as error:
                 self._fail(error)
                 return
@@ -318,6 +346,7 @@ class InLink(LinkEnd):
         self._settled = settled
         self._queue: deque[_Announced] = deque()
         self._begun: deque[_Received] = deque()
+        self.unfinished = 0
         self._finishing = threading.Lock()
 
     def announced(self, arrival: Arrival, note: bytes, fds: Sequence[int]) -> None:
@@ -327,6 +356,7 @@ class InLink(LinkEnd):
             StagelinkError: the transport failed in ``begin``.
         """
         with self._lock:
+            self.unfinished += 1
             self._queue.append(_Announced(arrival, note, fds))
             self._pump()
 
@@ -342,15 +372,15 @@ class InLink(LinkEnd):
         """Whether `drive` does the work, and not a worker."""
         return self._capabilities.caller_thread
 
-    def drive(self, arrival: Arrival, deadline: Deadline) -> None:
-        """Finish in the caller's thread until ``arrival`` is settled, where that is allowed.
+    @property
+    def drivable(self) -> bool:
+        """Whether `drive` has something to finish."""
+        return self._capabilities.caller_thread and bool(self._begun)
 
-        Elsewhere it does nothing: the worker is at it.
-        """
-        if not self._capabilities.caller_thread:
-            return
+    def drive(self, deadline: Deadline) -> None:
+        """Finish the oldest message in the caller's thread, where `finishes_in_caller`."""
         with self._finishing:
-            while not arrival.settled and self._begun:
+            if self._begun:
                 self._finish_oldest(deadline)
 
     def drain(self) -> None:
@@ -397,6 +427,7 @@ class InLink(LinkEnd):
             raise _mapped(f"receiving on {self.link}", error) from error
         with self._lock:
             self._begun.popleft()
+            self.unfinished -= 1
             self._pump()
         if payload is not None:
             arrival.payload = payload

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Mail", "Observe", "WayIn", "WayOut"]
 
+_LAST_SESSION = 2**32
+
 Observe = Callable[["EventName", "Link", Key, int, float], None]
 """Tell observers: event, link, key, payload bytes, seconds."""
 
@@ -116,6 +118,13 @@ class Mail:
                 arrival.link.drain()
         self._tell_end(session)
 
+    def abandon(self) -> None:
+        """The handler is being closed: nobody will ask for what is here, nor for what comes."""
+        with self._plane.lock:
+            self._left = _LAST_SESSION
+            for arrival in self.inbox.clear():
+                arrival.abandoned = True
+
     def _tell_end(self, session: int) -> None:
         links: dict[int, set[OutLink]] = {peer: set() for peer in self._plane.peers}
         for way in self.ways_out.values():
@@ -170,6 +179,7 @@ class Mail:
             StagelinkError: the handler failed or was closed.
         """
         self._plane.check()
+        self._plane.turns.touch()
         window = way.window
         if window is None:
             self._start(way, key, job, copy=copy)
@@ -240,8 +250,7 @@ class Mail:
             try:
                 way.link.submit(job, copy=copy)
             except StagelinkError as error:
-                self._plane.fail(error)
-                raise
+                raise self._plane.blame(error) from error
         way.counters.messages += 1
         way.counters.payload_bytes += size_bytes
         self._event("send", way.link.link, key, size_bytes, 0.0)
@@ -362,14 +371,14 @@ class Mail:
             StagelinkError: the handler failed or was closed.
         """
         began = time.monotonic()
-        if not self._plane.wait(partial(self._arrived, way, key), deadline):
-            raise DeadlineError(self._missing(way, key, deadline, "nothing came"))
+        self._wait_driving(way, deadline, partial(self._arrived, way, key), key, "nothing came")
         arrived = time.monotonic()
         arrival = self.inbox.get(key)
         if arrival is None:
             raise ProtocolError(f"two receives at once for {key} of edge {way.edge.name!r}")
         if not arrival.settled:
-            self._finish(way, key, arrival, deadline)
+            text = "the payload did not come"
+            self._wait_driving(way, deadline, lambda: arrival.settled, key, text)
         with self._plane.lock:
             self.inbox.take(key)
         if arrival.refusal is not None:
@@ -379,14 +388,23 @@ class Mail:
         self._count(way, key, arrival, arrived - began, time.monotonic() - arrived)
         return arrival
 
-    def _finish(self, way: WayIn, key: Key, arrival: Arrival, deadline: Deadline) -> None:
-        try:
-            way.link.drive(arrival, deadline)
-        except StagelinkError as error:
-            self._plane.fail(error)
-            raise
-        if not self._plane.wait(lambda: arrival.settled, deadline):
-            raise DeadlineError(self._missing(way, key, deadline, "the payload did not come"))
+    def _wait_driving(
+        self, way: WayIn, deadline: Deadline, ready: Callable[[], bool], key: Key, what: str
+    ) -> None:
+        """Wait, and meanwhile finish what the link has begun, if that is the caller's to do.
+
+        Messages before the awaited one must not hold it up: they fill the link.
+        """
+        link = way.link
+        while True:
+            if not self._plane.wait(lambda: ready() or link.drivable, deadline):
+                raise DeadlineError(self._missing(way, key, deadline, what))
+            if ready():
+                return
+            try:
+                link.drive(deadline)
+            except StagelinkError as error:
+                raise self._plane.blame(error) from error
 
     def _count(
         self, way: WayIn, key: Key, arrival: Arrival, peer_wait_s: float, wire_wait_s: float

@@ -94,7 +94,13 @@ class _Port:
         self._wiring.plane.fail(failure)
 
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        return self._wiring.plane.wait_while_closing(ready, deadline)
+        def look() -> bool:
+            if ready():
+                return True
+            self._end.check_open()
+            return self._wiring.plane.check_here(self.peer, f"an answer on {self.link}")
+
+        return self._wiring.plane.wait_while_closing(look, deadline)
 
     def wake(self) -> None:
         self._wiring.plane.changed()
@@ -244,11 +250,11 @@ class Wiring:
         if link.source == self.rank:
             announce = partial(self._announce, link.target)
             self._ends[link] = OutLink(
-                link, capabilities, announce, self.pool, self.plane.changed, self.plane.fail
+                link, capabilities, announce, self.pool, self.plane.changed, self.plane.blame
             )
         else:
             self._ends[link] = InLink(
-                link, capabilities, self.pool, self._mail.on_settled, self.plane.fail
+                link, capabilities, self.pool, self._mail.on_settled, self.plane.blame
             )
         self.counters[link] = LinkCounters()
 
@@ -329,10 +335,30 @@ class Wiring:
         """Every link that begins or ends here."""
         return tuple(self._ends)
 
-    def undelivered(self) -> dict[Link, int]:
-        """How many messages each link still has queued or under way."""
-        outs = {link: end for link, end in self._ends.items() if isinstance(end, OutLink)}
-        return {link: end.unfinished for link, end in outs.items() if end.unfinished}
+    def drain(self, deadline: Deadline) -> dict[Link, int]:
+        """Wait until what was sent, and what was announced, is through, or its peer is gone.
+
+        Returns:
+            How many messages could not be delivered, of the links that have some.
+
+        Raises:
+            StagelinkError: the handler failed meanwhile.
+        """
+        for end in self._ends.values():
+            if isinstance(end, InLink):
+                end.drain()
+        self.plane.wait_while_closing(self._drained, deadline)
+        return {
+            link: end.unfinished
+            for link, end in self._ends.items()
+            if isinstance(end, OutLink) and end.unfinished
+        }
+
+    def _drained(self) -> bool:
+        return all(
+            not end.unfinished or (end.idle and _other(link, self.rank) in self.plane.gone)
+            for link, end in self._ends.items()
+        )
 
     def close(self, deadline: Deadline) -> None:
         """Give every end back."""

@@ -1,5 +1,8 @@
-"""Placeholder until the runner lands."""
+"""Runs a module by the plan's schedule: microbatches, gradients, replicas, epochs."""
 
+from __future__ import annotations
 
-class PipelineRunner:
-    """Soon."""
+from stagelink.runner.pipeline import PipelineRunner
+from stagelink.runner.summary import Shares, Summary
+
+__all__ = ["PipelineRunner", "Shares", "Summary"]

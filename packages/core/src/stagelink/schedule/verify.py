@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagelink.errors import PlanError, VerificationError
+from stagelink.plan.problems import quoted
 from stagelink.schedule.actions import actions_for
 from stagelink.schedule.checks import action_problems
 from stagelink.schedule.memory import receive_bytes
@@ -79,16 +80,13 @@ def verify(
     """
     count = plan.microbatches if microbatches is None else _counted(microbatches)
     warm_up = choose_warm_up(plan) if plan.schedule == "1f1b" else (0,) * len(plan.stages)
-    problems = [] if actions is None else list(action_problems(plan, count, actions))
-    programs = (
-        _programs(plan, count, warm_up) if actions is None else _own(plan, actions, problems)
-    )
-    # Windows for lists of one's own are whatever these turn out to need.
-    free = actions is not None and plan.window is None
-    windows = None if free else training_windows(plan, count, warm_up)
+    programs, problems = _programs(plan, count, warm_up, actions)
+    by_need = actions is not None and plan.window is None
+    given = None if by_need else training_windows(plan, count, warm_up)
     mode: Mode = "evaluate" if plan.schedule == "forward" else "train"
-    walked = walk(plan, programs, count, windows, mode=mode)
-    windows = at_least_two(walked.peaks) if windows is None else windows
+    walked = walk(plan, programs, count, given, mode=mode)
+    # What a walk without windows had in flight is enough for every other order of the same lists.
+    windows = at_least_two(walked.peaks) if given is None else given
     forward = windows if plan.schedule == "forward" else forward_windows(plan)
     held = receive_bytes(plan, count, windows, forward)
     problems += [*_hang(plan, walked, windows), *_overflow(plan, held)]
@@ -112,16 +110,18 @@ def _counted(microbatches: object) -> int:
     return microbatches
 
 
-def _programs(plan: Plan, microbatches: int, warm_up: Sequence[int]) -> list[Sequence[Action]]:
+def _programs(
+    plan: Plan,
+    microbatches: int,
+    warm_up: Sequence[int],
+    actions: Mapping[int, Sequence[Action]] | None,
+) -> tuple[list[Sequence[Action]], list[str]]:
+    """What each rank does, and what is wrong with it; nothing is left to do of what is wrong."""
     ranks = range(plan.world_size)
-    return [actions_for(plan, rank, microbatches, warm_up) for rank in ranks]
-
-
-def _own(
-    plan: Plan, actions: Mapping[int, Sequence[Action]], problems: Sequence[str]
-) -> list[Sequence[Action]]:
-    """The lists by rank, or none to walk where they are wrong."""
-    return [() if problems else actions.get(rank, ()) for rank in range(plan.world_size)]
+    if actions is None:
+        return [actions_for(plan, rank, microbatches, warm_up) for rank in ranks], []
+    problems = list(action_problems(plan, microbatches, actions))
+    return [() if problems else actions.get(rank, ()) for rank in ranks], problems
 
 
 def _hang(plan: Plan, walked: Walked, windows: Sequence[int]) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _hang(plan: Plan, walked: Walked, windows: Sequence[int]) -> Iterator[str]:
 
 def _advice(plan: Plan) -> str:
     by_hand = [stage.name for stage in plan.stages if stage.warm_up is not None]
-    texts = [f"leave out the warm_up of {name!r}" for name in by_hand]
+    texts = [f"leave out the warm_up of {quoted(by_hand)}"] if by_hand else []
     if plan.window is not None:
         texts.append(f"leave out window = {plan.window}, or make it larger")
     return f" ({'; '.join(texts)})" if texts else ""

@@ -17,8 +17,9 @@ waits for a place in a window of ``W_s + 1``, and holds all the more without syn
 it still buys throughput: a balanced (1, 4, 1) takes half the time that it takes by the default.
 
 A stage that progress raises has more under way than there are ranks, and those before it must have
-more still. Left at their default they would run in step with it, each waiting for the other; so the
-excess is carried upstream. (PipeDream's own map for 1x8-3-1 does so: default + 1 in stages 0 to 7.)
+more still: left at their default they would run in step with it, each waiting for the other. So
+the excess is carried upstream. It is what PipeDream's own map for 1x8-3-1 does: one more than the
+default in stages 0 to 7.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from stagelink.transport.contract import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
     from typing import Self
 
     from torch.distributed import Store
@@ -37,8 +36,8 @@ __all__ = ["RankPool", "RankProcesses", "run_fresh"]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-LIMIT_S = 120.0
-"""Seconds after which a rank process ends itself, should nobody else be there to do it."""
+LIMIT_S = 600.0
+"""Seconds after which the ranks of `run_fresh` end themselves, should nobody be there to do it."""
 
 
 class RankProcesses(Generic[T]):
@@ -47,9 +46,10 @@ class RankProcesses(Generic[T]):
     Args:
         job: what they run.
         workers: one idle process per rank.
+        limit_s: seconds after which a process ends itself, should nobody be there to do it.
     """
 
-    def __init__(self, job: Job, workers: Sequence[Worker]) -> None:
+    def __init__(self, job: Job, workers: Sequence[Worker], limit_s: float = LIMIT_S) -> None:
         self._name = job.function
         self._workers = list(workers)
         self._outcomes: dict[int, Outcome] = {}
@@ -57,7 +57,7 @@ class RankProcesses(Generic[T]):
         self._directory = TemporaryDirectory(prefix="stagelink-store-")
         store = str(Path(self._directory.name, "store"))
         for rank, worker in enumerate(workers):
-            worker.begin(Task(job, rank, len(workers), store, LIMIT_S))
+            worker.begin(Task(job, rank, len(workers), store, limit_s))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -79,15 +79,12 @@ class RankProcesses(Generic[T]):
             RankFailedError: it ended without.
         """
         deadline = Deadline(timeout_s)
-        while True:
-            while self._events[rank]:
-                found = self._events[rank].popleft()
-                if found.name == event:
-                    return found.value
+        while (found := self._next_event(rank, event)) is None:
             if rank in self._outcomes:
                 raise RankFailedError(self._name, [self._outcomes[rank]])
             if not self._pump(deadline):
                 raise TimeoutError(f"rank {rank} did not report {event!r} within {timeout_s:g} s")
+        return found.value
 
     def outcomes(self, timeout_s: float = 30.0) -> list[Outcome]:
         """Block until every rank's function has ended, and say how, by rank.
@@ -130,13 +127,16 @@ class RankProcesses(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _next_event(self, rank: int, name: str) -> Event | None:
+        events = self._events[rank]
+        while events:
+            event = events.popleft()
+            if event.name == name:
+                return event
+        return None
 
     def _running(self) -> list[int]:
         return [rank for rank in range(len(self._workers)) if rank not in self._outcomes]
@@ -155,14 +155,13 @@ class RankProcesses(Generic[T]):
 
     def _take(self, rank: int) -> None:
         worker = self._workers[rank]
-        gone = (
-            not worker.process.is_alive()
-        )  # before the pipe is read: its last words may be there
+        # Asked before the pipe is read, so that the last words of one that has gone are read.
+        gone = not worker.process.is_alive()
         try:
             while rank not in self._outcomes and worker.connection.poll():
                 self._handle(rank, pickle.loads(worker.connection.recv_bytes()))
         except (EOFError, ConnectionResetError):
-            worker.process.join()
+            worker.dump_and_end()  # it closed its pipe: it has gone, or can say no more
             gone = True
         if gone and rank not in self._outcomes:
             self._finish(rank, exit_code=worker.process.exitcode)
@@ -220,18 +219,10 @@ class RankPool:
             UsageError: the function cannot be found by its name.
         """
         job = Job.of(function, args)
-        with RankProcesses[T](job, self._take(world_size)) as ranks:
+        with RankProcesses[T](job, self._take(world_size), 2 * timeout_s + 60) as ranks:
             results = ranks.results(timeout_s)
             self._idle = ranks.release() + self._idle
         return results
-
-    def _take(self, count: int) -> list[Worker]:
-        for worker in [worker for worker in self._idle if not worker.process.is_alive()]:
-            self._idle.remove(worker)
-            worker.stop()
-        self._idle += _start(count - len(self._idle))
-        taken, self._idle = self._idle[:count], self._idle[count:]
-        return taken
 
     def close(self) -> None:
         """End all processes."""
@@ -242,13 +233,16 @@ class RankPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _take(self, count: int) -> list[Worker]:
+        for worker in [worker for worker in self._idle if not worker.process.is_alive()]:
+            self._idle.remove(worker)
+            worker.stop()
+        self._idle += _start(count - len(self._idle))
+        taken, self._idle = self._idle[:count], self._idle[count:]
+        return taken
 
 
 def run_fresh(
@@ -272,6 +266,11 @@ def run_fresh(
 
 def _start(count: int) -> list[Worker]:
     workers = [Worker() for _ in range(count)]  # all of them at once, then wait
-    for worker in workers:
-        worker.wait_ready()
+    try:
+        for worker in workers:
+            worker.wait_ready()
+    except BaseException:
+        for worker in workers:
+            worker.stop()
+        raise
     return workers

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Asker", "Choice", "Refusal", "asked_for", "asker", "choose", "device_of"]
 
 
+_NO_RULE = "no rule in `links` matches"
+
+
 class Refusal(NamedTuple):
     """A transport that was passed over, and why."""
 
@@ -58,7 +61,7 @@ class Choice:
 
     def explain(self) -> list[str]:
         """In words: a line for what was taken and by which rule, one for each that was not."""
-        by = _decider(self.rule)
+        by = _NO_RULE if self.rule is None else f"links[{self.rule}]"
         how = f"auto; {by}" if self.auto else by
         refusals = [f"not {name!r}: {reason}" for name, reason in self.passed_over]
         return [f"{self.link} ({how})", *refusals]
@@ -189,7 +192,7 @@ def _head(case: Case) -> str:
 
 
 def _decider(rule: int | None) -> str:
-    return "no rule in `links` matches" if rule is None else f"by links[{rule}]"
+    return _NO_RULE if rule is None else f"links[{rule}] decides"
 
 
 def _same_server(plan: Plan, source: int, target: int) -> tuple[bool, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from stagelink.errors import PluginError
 from stagelink.plan.problems import quoted
 from stagelink.transport.discovery import DISABLE_VARIABLE
-from stagelink.transport.relay import plugin_problems, registered_by
+from stagelink.transport.inspection import plugin_problems, registered_by
 from stagelink.transport.validation import transport_problems
 
 if TYPE_CHECKING:

@@ -128,7 +128,8 @@ def survey(
     """
     transports: dict[str, Transport] = {}
     offers: dict[str, Offer] = {}
-    for name in plugins.known if names is None else sorted(set(names)):
+    everything = {*plugins.known, *plugins.transports.disabled}
+    for name in sorted(everything if names is None else set(names)):
         try:
             cls = plugins.load(name)
             parsed = parse_options(cls, options.get(name, {}))

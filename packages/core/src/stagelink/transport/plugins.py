@@ -17,8 +17,9 @@ from stagelink.transport.discovery import (
     conflict,
     discover,
 )
+from stagelink.transport.inspection import plugin_problems
 from stagelink.transport.loading import broken, import_plugin, transport_of
-from stagelink.transport.relay import Relay, plugin_problems
+from stagelink.transport.relay import Relay
 from stagelink.transport.validation import transport_problems
 
 if TYPE_CHECKING:

@@ -1,0 +1,57 @@
+"""What the commands share: where they print, and in what form."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AbstractContextManager, redirect_stdout
+from typing import TYPE_CHECKING
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import RenderableType
+
+__all__ = ["new_table", "plan_file", "plugins_print_to_stderr", "print_json", "print_parts"]
+
+plan_file = click.Path(exists=True, dir_okay=False)
+"""The type of an argument that names a plan: a file that exists."""
+
+
+def print_parts(parts: Iterable[RenderableType]) -> None:
+    """Print texts and tables on stdout, with a blank line between two of them."""
+    # Names and reasons may look like markup, and are printed as they are.
+    console = Console(markup=False, highlight=False, emoji=False)
+    for number, part in enumerate(parts):
+        console.print(*([""] if number else []), part, sep="\n")
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table in the style of all of them."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def print_json(values: object) -> None:
+    """Print one JSON value on stdout; what JSON has no word for becomes its text."""
+    click.echo(json.dumps(values, indent=2, default=str))
+
+
+def plugins_print_to_stderr() -> AbstractContextManager[object]:
+    """A block in which plugins are loaded and asked: what they print stays out of the result."""
+    return redirect_stdout(sys.stderr)

@@ -1,0 +1,103 @@
+"""``stagelink plan``: what a configuration means, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stagelink.cli.assumed import assumed_links
+from stagelink.cli.output import plan_file, plugins_print_to_stderr, print_json, print_parts
+from stagelink.cli.plan_tables import plan_tables
+from stagelink.plan import Plan
+from stagelink.schedule import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stagelink.cli.assumed import AssumedLink
+    from stagelink.schedule import Verdict
+
+__all__ = ["plan_command"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    plan: Plan
+    verdict: Verdict
+    links: Sequence[AssumedLink]
+    problem: str | None
+
+
+@click.command("plan")
+@click.argument("config", type=plan_file)
+@click.option(
+    "--microbatches",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Microbatches per batch, instead of the file's number.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.pass_context
+def plan_command(
+    ctx: click.Context, config: str, microbatches: int | None, *, as_json: bool
+) -> None:
+    """Say what the plan in CONFIG means, and whether it can run.
+
+    Prints the stages, every link with its transport and why others were passed over, receive
+    memory, and the verdict on the schedule. Transports are judged by this machine alone: its
+    answers stand for all ranks, each taken to be a process of its own, on one server unless the
+    plan lists servers.
+
+    Exits with 1 if the schedule would wait in a circle or a link has no transport.
+    """
+    plan = Plan.load(config, microbatches=microbatches)
+    with plugins_print_to_stderr():
+        report = _look_at(plan)
+    if as_json:
+        print_json(_as_json(report))
+    else:
+        print_parts(plan_tables(plan, report.verdict, report.links, report.problem))
+    ctx.exit(0 if report.problem is None else 1)
+
+
+def _look_at(plan: Plan) -> _Report:
+    verdict = verify(plan)
+    links = assumed_links(plan, verdict.windows)
+    problems = [verdict.problem, _link_problem(links)]
+    return _Report(plan, verdict, links, "\n".join(filter(None, problems)) or None)
+
+
+def _link_problem(links: Sequence[AssumedLink]) -> str | None:
+    """The error of the first link without a transport, and how many more there are."""
+    errors = [link.outcome.reasons[0] for link in links if link.outcome.transport is None]
+    if not errors:
+        return None
+    more = f"\nand {len(errors) - 1} more such links" if len(errors) > 1 else ""
+    return errors[0] + more
+
+
+def _as_json(report: _Report) -> dict[str, Any]:
+    plan, verdict = report.plan, report.verdict
+    return {
+        "verified": report.problem is None,
+        "problem": report.problem,
+        "schedule": plan.schedule,
+        "stages": [
+            {"name": stage.name, "ranks": stage.ranks, "warm_up": warm_up}
+            for stage, warm_up in zip(plan.stages, verdict.warm_up, strict=True)
+        ],
+        "links": [
+            {
+                "src": link.source,
+                "dst": link.target,
+                "tensors": link.tensors,
+                "transport": link.outcome.transport,
+                "window": link.window,
+                "reasons": link.outcome.reasons,
+            }
+            for link in report.links
+        ],
+        "receive_bytes": verdict.receive_bytes,
+    }

@@ -1,0 +1,135 @@
+"""A plan and its verdict as tables for a person; like links of many ranks share a row."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
+from rich.text import Text
+
+from stagelink.cli.output import new_table
+from stagelink.plan.problems import ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from stagelink.cli.assumed import AssumedLink, Outcome
+    from stagelink.plan import Plan, Stage
+    from stagelink.schedule import Verdict
+
+__all__ = ["plan_tables"]
+
+_MOST_LISTED = 6
+
+
+def plan_tables(
+    plan: Plan, verdict: Verdict, links: Sequence[AssumedLink], problem: str | None
+) -> Iterator[RenderableType]:
+    """What to print, from top to bottom.
+
+    Args:
+        plan: the plan.
+        verdict: on its schedule.
+        links: all of them, as assumed.
+        problem: why it cannot run; None where it can.
+    """
+    yield _heading(plan)
+    yield _stages(plan, verdict)
+    yield _links(plan, links)
+    yield from _conclusion(verdict, problem)
+
+
+def _heading(plan: Plan) -> Text:
+    facts = f"schedule {plan.schedule}, {plan.microbatches} microbatches, {plan.world_size} ranks"
+    return Text.assemble((plan.name, "bold"), f": {facts}")
+
+
+def _stages(plan: Plan, verdict: Verdict) -> Table:
+    table = new_table("Stages", "stage", "ranks", "device", "warm-up", "each receives at most")
+    for stage, warm_up in zip(plan.stages, verdict.warm_up, strict=True):
+        ahead = str(warm_up) if plan.schedule == "1f1b" else "-"
+        memory = _memory(stage, verdict)
+        table.add_row(stage.name, ranges(sorted(stage.ranks)), stage.device, ahead, memory)
+    if None in verdict.receive_bytes.values():
+        table.caption = "unknown: not every tensor has a dtype and a shape in the plan"
+    return table
+
+
+def _memory(stage: Stage, verdict: Verdict) -> str:
+    """What the stage's ranks may have to hold; replicas may differ where shares are uneven."""
+    held = [verdict.receive_bytes[rank] for rank in stage.ranks]
+    known = [size for size in held if size is not None]
+    if len(known) < len(held):
+        return "unknown"
+    return " to ".join(decimal(size) for size in sorted({min(known), max(known)}))
+
+
+def _links(plan: Plan, links: Sequence[AssumedLink]) -> Table:
+    table = new_table("Links", "from → to", "ranks", "tensors", "transport", "window", "why")
+    table.caption = _assumption(plan)
+    for alike in _alike(plan, links):
+        first = alike[0]
+        source, target = plan.stage_of(first.source), plan.stage_of(first.target)
+        table.add_row(
+            f"{source.name} → {target.name}",
+            _ranks(alike),
+            ", ".join(first.tensors),
+            first.outcome.transport or Text("none", "bold red"),
+            str(first.window),
+            _why(first.outcome),
+        )
+    return table
+
+
+def _assumption(plan: Plan) -> str:
+    where = "on one server" if plan.servers is None else "on the servers of the plan"
+    return (
+        f"assumed: every rank is a process of its own {where}, on a machine like this one; "
+        "when the ranks connect, each speaks for itself"
+    )
+
+
+def _alike(plan: Plan, links: Sequence[AssumedLink]) -> list[list[AssumedLink]]:
+    """The links in groups of one row each."""
+    rows: defaultdict[Hashable, list[AssumedLink]] = defaultdict(list)
+    for link in links:
+        stages = plan.stage_of(link.source).index, plan.stage_of(link.target).index
+        rows[stages, link.tensors, link.window, _without_ranks(link.outcome)].append(link)
+    return list(rows.values())
+
+
+def _without_ranks(outcome: Outcome) -> Hashable:
+    # A reason names the rank that it was found on; reasons that differ in nothing else are one.
+    words = _why(outcome) if outcome.transport else outcome.reasons[0]
+    return outcome.transport, re.sub(r"\brank \d+", "rank", words)
+
+
+def _ranks(links: Sequence[AssumedLink]) -> str:
+    if len(links) <= _MOST_LISTED:
+        return ", ".join(f"{link.source}→{link.target}" for link in links)
+    sources = ranges(sorted({link.source for link in links}))
+    targets = ranges(sorted({link.target for link in links}))
+    return f"{sources} → {targets} ({len(links)} links)"
+
+
+def _why(outcome: Outcome) -> str:
+    if outcome.transport is None:
+        return "see below"
+    refusals = [f"not {name}: {reason}" for name, reason in outcome.passed_over]
+    return "\n".join([outcome.decided_by, *refusals])
+
+
+def _conclusion(verdict: Verdict, problem: str | None) -> Iterator[Text]:
+    if verdict.ok:
+        count = verdict.microbatches
+        yield Text.assemble(
+            ("Verified: ", "bold green"),
+            f"{count} microbatches run through, no rank waits in a circle.",
+        )
+    if problem is not None:
+        yield Text.assemble(("Refused: ", "bold red"), problem)

@@ -1,0 +1,80 @@
+"""What each process of ``stagelink run`` executes: the user's script, and a note if it fails.
+
+The note is torch's own kind of error file, from which the launcher learns what went wrong here.
+Run by its path, with nothing imported that the script might want to come before.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["main"]
+
+_OWN_FILES = (__file__, "<frozen runpy>")
+
+
+def main() -> None:
+    """Run ``SCRIPT ARGS...`` or ``-m MODULE ARGS...``, as Python itself would."""
+    try:
+        _run(sys.argv[1:])
+    except KeyboardInterrupt:  # the launcher has it too, and says so once for all ranks
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        _tell(error)
+        sys.exit(1)
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        _search_first(os.getcwd())
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        _search_first(str(Path(sys.argv[0]).resolve().parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _search_first(folder: str) -> None:
+    """Put the folder where Python put this file's own; with ``-P`` it puts none."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _tell(error: Exception) -> None:
+    """Leave the error to the launcher, and print it in one piece: other ranks print as well."""
+    from torch.distributed.elastic.multiprocessing.errors import (  # noqa: PLC0415 - see above
+        get_error_handler,
+    )
+
+    from stagelink.errors import AbortedError, PeerLostError  # noqa: PLC0415 - see above
+
+    get_error_handler().record_exception(error)
+    if isinstance(error, AbortedError | PeerLostError):
+        # The rank that failed prints its traceback; that of one that was told of it adds nothing.
+        text = f"{type(error).__name__}: {error}\n"
+    else:
+        trace = _from_script(error.__traceback__)
+        text = "".join(traceback.format_exception(type(error), error, trace))
+    sys.stderr.write(f"rank {os.environ.get('RANK')}: {text}")
+    sys.stderr.flush()
+
+
+def _from_script(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame that is not of starting the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Stagelink behind the interfaces of others."""

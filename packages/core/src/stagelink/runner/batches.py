@@ -1,0 +1,94 @@
+"""A batch on a first stage: checked, and cut into microbatches.
+
+The cut is ``torch.tensor_split``'s, so that every rank knows the size of every microbatch from the
+two numbers that a session is opened with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from stagelink.errors import UsageError
+
+__all__ = ["END", "Batch", "check_mapping", "cut", "items_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch in microbatches.
+
+    Attributes:
+        items: how many samples it has.
+        microbatches: how many parts it is cut into; at most ``items``.
+        parts: by tensor name, its part in every microbatch; views of the batch.
+    """
+
+    items: int
+    microbatches: int
+    parts: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+
+    def part(self, microbatch: int) -> dict[str, torch.Tensor]:
+        """The tensors of one microbatch."""
+        return {name: parts[microbatch] for name, parts in self.parts.items()}
+
+
+END = Batch(items=0, microbatches=0)
+"""What stands for the end of an epoch: a session without microbatches."""
+
+
+def items_of(microbatch: int, items: int, microbatches: int) -> int:
+    """How many samples of a batch are in one of its microbatches."""
+    each, more = divmod(items, microbatches)
+    return each + (microbatch < more)
+
+
+def check_mapping(batch: object) -> Mapping[str, object]:
+    """The batch, if it is one.
+
+    Raises:
+        UsageError: it is no mapping from names.
+    """
+    if isinstance(batch, Mapping):
+        return batch
+    raise UsageError(
+        f"a batch is a mapping from names to tensors, as {{'image': x, 'target': y}}; "
+        f"got a {type(batch).__qualname__}"
+    )
+
+
+def cut(tensors: Mapping[str, object], microbatches: int) -> Batch:
+    """Cut a batch along its first dimension.
+
+    Args:
+        tensors: by name; every one with the samples along its first dimension.
+        microbatches: how many parts; one per sample where there are fewer samples.
+
+    Raises:
+        UsageError: something is no tensor, the sizes differ, or there is no sample.
+    """
+    sizes = {name: _size(name, tensor) for name, tensor in tensors.items()}
+    if len(set(sizes.values())) > 1:
+        text = ", ".join(f"{name!r} has {size}" for name, size in sizes.items())
+        raise UsageError(f"the tensors of a batch must have equally many items: {text}")
+    items = next(iter(sizes.values()), 0)
+    if items == 0:
+        raise UsageError("a batch without items: leave it out, or drop it in the data loader")
+    count = min(microbatches, items)
+    split = {name: torch.tensor_split(_tensor(name, t), count) for name, t in tensors.items()}
+    return Batch(items, count, split)
+
+
+def _size(name: str, value: object) -> int:
+    tensor = _tensor(name, value)
+    if tensor.dim() == 0:
+        raise UsageError(f"batch entry {name!r} has no dimension to cut along: its shape is ()")
+    return tensor.shape[0]
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    raise UsageError(f"batch entry {name!r} is a {type(value).__qualname__}, not a tensor")

@@ -1,0 +1,109 @@
+"""The sessions of an epoch: one for each batch, and one without microbatches that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from operator import length_hint
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from stagelink.errors import UsageError
+from stagelink.runner.batches import END, Batch, check_mapping, cut
+
+if TYPE_CHECKING:
+    from stagelink.exchange.handler import Handler
+    from stagelink.exchange.session import Session
+    from stagelink.runner.names import Names
+    from stagelink.runner.summary import Clock
+
+__all__ = ["Epoch"]
+
+
+class Epoch:
+    """One pass over batches, which only the first stage sees.
+
+    Args:
+        comm: the handler.
+        names: what this rank's stage takes and gives.
+        clock: is told how long sessions are waited for.
+
+    Attributes:
+        items: samples so far.
+        batches: how many so far.
+        microbatches: of the last batch.
+    """
+
+    def __init__(self, comm: Handler, names: Names, clock: Clock) -> None:
+        self._comm = comm
+        self._names = names
+        self._clock = clock
+        self.items = 0
+        self.batches = 0
+        self.microbatches = 0
+
+    def run(
+        self,
+        open_session: Callable[..., Session],
+        batches: Iterable[object] | None,
+        work: Callable[[Session, Batch | None], None],
+        title: str | None,
+    ) -> None:
+        """Open the sessions one after another; an error in one of them fails every rank.
+
+        Args:
+            open_session: ``train`` or ``evaluate`` of the handler.
+            batches: on a first stage.
+            work: is called with each session, and its batch on a first stage.
+            title: of a progress bar on stderr; None: without one.
+
+        Raises:
+            UsageError: the batches are missing, or one is not what it should be.
+        """
+        feed = self._cut(batches) if self._names.first else repeat(None)
+        total = length_hint(() if batches is None else batches) or None
+        with tqdm(desc=title, total=total, unit="batch", disable=title is None) as bar:
+            for batch in feed:
+                with self._open(open_session, batch) as session, self._failing():
+                    if session.microbatches == 0:
+                        return
+                    self._count(session)
+                    work(session, batch)
+                bar.update()
+
+    def _cut(self, batches: Iterable[object] | None) -> Iterator[Batch]:
+        if batches is None:
+            raise UsageError(
+                f"rank {self._comm.rank}: stage {self._comm.stage.name!r} receives nothing, so it "
+                "needs batches"
+            )
+        for batch in batches:
+            yield cut(self._names.of_batch(check_mapping(batch)), self._comm.plan.microbatches)
+        yield END
+
+    def _open(self, open_session: Callable[..., Session], batch: Batch | None) -> Session:
+        with self._clock.waiting:
+            if batch is None:
+                return open_session()
+            return open_session(batch.microbatches, items=batch.items)
+
+    def _count(self, session: Session) -> None:
+        if session.items is None:
+            raise UsageError(
+                f"rank {self._comm.rank}: nobody said how many items session {session.number} "
+                "has; where the first stage is driven by hand, open sessions with items=…"
+            )
+        self.items += session.items
+        self.batches += 1
+        self.microbatches = session.microbatches
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        # Before the session is left, or the others would hear of that and not of the cause.
+        try:
+            yield
+        except BaseException as error:
+            self._comm.abort(error)
+            raise

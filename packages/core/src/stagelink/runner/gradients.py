@@ -1,0 +1,69 @@
+"""The gradients of many parameters as one flat buffer, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stagelink.errors import UsageError
+
+__all__ = ["GradientBuffer"]
+
+
+class GradientBuffer:
+    """The gradients of parameters of one dtype, flat, on the CPU, to be added over replicas.
+
+    Behind the gradients there is a mark for each parameter that has one. In the sum it tells a
+    gradient that nobody had from one that some had, which counts as zero for the others.
+
+    Args:
+        parameters: whose gradients; in the same order on every replica.
+        multiple: the size is a multiple of this.
+
+    Attributes:
+        values: gradients, then marks, then nothing of interest.
+        scratch: as large; for whoever adds up.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], multiple: int) -> None:
+        self._parameters = parameters
+        sizes = [parameter.numel() for parameter in parameters]
+        used = sum(sizes) + len(parameters)
+        padding = -used % multiple
+        self.values = torch.zeros(used + padding, dtype=parameters[0].dtype)
+        self.scratch = torch.empty_like(self.values)
+        parts = torch.split(self.values, [*sizes, len(parameters), padding])
+        *self._gradients, self._marks, _ = parts
+
+    def fill(self) -> None:
+        """Take the parameters' gradients in.
+
+        Raises:
+            UsageError: one is sparse.
+        """
+        for place, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            self._marks[place] = gradient is not None
+            if gradient is None:
+                self._gradients[place].zero_()
+            else:
+                self._gradients[place].copy_(_dense(gradient).reshape(-1))
+
+    def hand_out(self) -> None:
+        """Give the values back as the parameters' gradients; what nobody has stays None."""
+        marks = self._marks.tolist()
+        for parameter, values, mark in zip(self._parameters, self._gradients, marks, strict=True):
+            if mark:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(values.view(parameter.shape))
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.layout is torch.strided:
+        return gradient
+    raise UsageError(
+        f"a gradient of shape {tuple(gradient.shape)} has layout {gradient.layout}; the replicas "
+        "of a stage add up dense ones only"
+    )

@@ -1,0 +1,113 @@
+"""One batch through one rank: the session's actions, carried out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from stagelink.runner import stage
+from stagelink.runner.batches import items_of
+from stagelink.schedule import Kind
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagelink.exchange.session import Session
+    from stagelink.runner.batches import Batch
+    from stagelink.runner.names import Names, Tensors
+    from stagelink.runner.scores import Scores
+    from stagelink.runner.summary import Clock
+
+__all__ = ["Passage", "Station"]
+
+
+class Station(NamedTuple):
+    """What stays the same from batch to batch.
+
+    Attributes:
+        module: the stage's.
+        names: what it takes and gives.
+        scores: counts loss and metrics on the last stage; None elsewhere.
+        clock: is told where the time goes.
+    """
+
+    module: torch.nn.Module
+    names: Names
+    scores: Scores | None
+    clock: Clock
+
+
+class _Kept(NamedTuple):
+    """What a forward leaves for its backward: the ends of the graph between them."""
+
+    owing: dict[str, torch.Tensor]
+    outputs: Tensors
+
+
+class Passage:
+    """The microbatches of one session on this rank.
+
+    Args:
+        session: the session.
+        station: the stage's module and what belongs to it.
+        batch: on a first stage, the session's batch.
+    """
+
+    def __init__(self, session: Session, station: Station, batch: Batch | None) -> None:
+        self._session = session
+        self._station = station
+        self._names = station.names
+        self._clock = station.clock
+        self._batch = batch
+        self._kept: dict[int, _Kept] = {}
+
+    def run(self) -> None:
+        """Carry out the session's actions; gradients are added to the parameters' ``grad``."""
+        for action in self._session.actions:
+            if action.kind is Kind.FORWARD:
+                self._forward(action.microbatch)
+            else:
+                self._backward(action.microbatch)
+
+    def _forward(self, microbatch: int) -> None:
+        tensors = self._take(microbatch)
+        # Before the module, which may ask for a gradient of its input for purposes of its own.
+        owing = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
+        with self._clock.computing:
+            outputs = stage.forward(
+                self._station.module,
+                self._names,
+                tensors,
+                self._station.scores,
+                self._items(microbatch),
+            )
+        if self._session.mode == "train":
+            self._kept[microbatch] = _Kept({} if self._batch else owing, outputs)
+        for name in self._names.produces:
+            with self._clock.sending:
+                self._session.send(name, outputs[name], microbatch)
+
+    def _take(self, microbatch: int) -> Tensors:
+        if self._batch is not None:
+            return self._batch.part(microbatch)
+        with self._clock.waiting:
+            return {name: self._session.recv(name, microbatch) for name in self._names.receives}
+
+    def _items(self, microbatch: int) -> tuple[int, int]:
+        of_items = self._session.items or 0
+        return items_of(microbatch, of_items, self._session.microbatches), of_items
+
+    def _backward(self, microbatch: int) -> None:
+        owing, outputs = self._kept.pop(microbatch)
+        gradients = self._take_gradients(microbatch, outputs)
+        with self._clock.computing:
+            stage.backward(outputs, gradients)
+        for name, tensor in owing.items():
+            with self._clock.sending:
+                # The gradient is nobody else's, and lives until it is on its way.
+                self._session.send_grad(name, tensor.grad, microbatch, copy=False)
+
+    def _take_gradients(self, microbatch: int, outputs: Tensors) -> Tensors:
+        if self._names.last:
+            return stage.seed(outputs)
+        with self._clock.waiting:
+            return {n: self._session.recv_grad(n, microbatch) for n in self._names.produces}

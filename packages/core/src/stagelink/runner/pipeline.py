@@ -1,0 +1,253 @@
+"""The runner: epochs of training and evaluation of one stage's module by the plan's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from stagelink.errors import UsageError
+from stagelink.runner.epoch import Epoch
+from stagelink.runner.names import Names
+from stagelink.runner.passage import Passage, Station
+from stagelink.runner.scores import Loss, Metric, Reduction, Scores, means
+from stagelink.runner.summary import Clock, Summary, shares_of_all
+from stagelink.runner.sync import ReplicaSync
+
+if TYPE_CHECKING:
+    from stagelink.exchange.handler import Handler
+    from stagelink.exchange.session import Session
+    from stagelink.runner.batches import Batch
+
+__all__ = ["PipelineRunner"]
+
+
+class PipelineRunner:
+    """Trains and evaluates a stage's module together with the other ranks' runners.
+
+    Every rank makes one, with the same ``reduction``, names of ``metrics`` and ``progress``, and
+    makes the same calls in the same order.
+
+    A batch is a mapping from names to tensors with the items along their first dimension. It is
+    given to every replica of a first stage (one that receives nothing), is cut into the plan's
+    number of microbatches (fewer if it has fewer items), and each replica takes its own.
+
+    The module is called with the tensors that its stage receives, or its part of the batch, by
+    name. It returns the tensors that the stage produces: one as it is, several as a mapping. One
+    that it does not return is taken from the batch, as the target usually is. On the last stage
+    ``loss(output, target)`` gets whatever the module returned, and the tensor named ``"target"``,
+    which the module does not get.
+
+    The weights after each step are those of one process with the whole batch: the gradients of the
+    microbatches are added in ascending order on each replica, and then in the replicas' order.
+
+    Args:
+        comm: the handler.
+        module: this stage's part of the model, on the stage's device; alike on all its replicas.
+        loss: needed on the last stage.
+        optimizer: of this stage's parameters; None where nothing is to be trained.
+        reduction: how the loss makes one number of many items: ``"mean"`` or ``"sum"``.
+        metrics: further results of `evaluate` by name: functions like the loss, each the mean over
+            the items that it is given.
+        progress: whether rank 0 shows a bar on stderr.
+
+    Raises:
+        UsageError: module, loss and plan do not fit each other.
+    """
+
+    def __init__(  # noqa: PLR0913 - what makes up a training; only the first two are always needed
+        self,
+        comm: Handler,
+        module: torch.nn.Module,
+        *,
+        loss: Loss | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        reduction: Reduction = "mean",
+        metrics: Mapping[str, Metric] | None = None,
+        progress: bool = False,
+    ) -> None:
+        self._comm = comm
+        self._module = module
+        self._names = Names(module, comm.plan, comm.stage)
+        self._loss = loss
+        self._optimizer = optimizer
+        self._reduction = reduction
+        self._metrics = dict(metrics or {})
+        self._progress = progress
+        self._check_arguments()
+        replicated = comm.stage.replicas > 1
+        self._sync = ReplicaSync(comm, module, optimizer) if replicated else None
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def train(self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None) -> Summary:
+        """Train one epoch: an optimizer step for each batch.
+
+        The modules' train or eval mode is left as it is. Buffers (running statistics) are those of
+        the replica that had the last microbatch, so with replicas they differ from one process's.
+
+        Args:
+            batches: on every replica of a first stage, the same ones; on other ranks it may be
+                left out, and is not touched.
+
+        Returns:
+            What came of it, the same on every rank.
+
+        Raises:
+            UsageError: a batch, the module's result or the loss is not as it should be.
+            DisagreementError: replicas of the stage differ in their parameters.
+            StagelinkError: a rank failed; every rank gets its text.
+        """
+        self._check_trainable()
+        clock = Clock(self._comm)
+        if self._sync is not None:
+            with clock.waiting:
+                self._sync.begin()
+        station = Station(self._module, self._names, self._scores({}), clock)
+        epoch = Epoch(self._comm, self._names, clock)
+        epoch.run(self._comm.train, batches, partial(self._step, station), self._title("train"))
+        if self._sync is not None and epoch.batches:
+            with clock.waiting:
+                self._sync.copy_buffers((epoch.microbatches - 1) % self._comm.stage.replicas)
+        return self._summary(epoch, station)
+
+    def _step(self, station: Station, session: Session, batch: Batch | None) -> None:
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        Passage(session, station, batch).run()
+        if self._optimizer is None:
+            return
+        if self._sync is not None:
+            with station.clock.waiting:
+                self._sync.add_gradients()
+        with station.clock.computing:
+            self._optimizer.step()
+
+    def _summary(self, epoch: Epoch, station: Station) -> Summary:
+        shares = shares_of_all(self._comm, station.clock.fractions())
+        (seconds,) = self._comm.reduce([station.clock.seconds], "max")
+        (loss,) = self._results(station.scores, epoch.items, 1)
+        return Summary(loss, epoch.items, epoch.batches, seconds, shares)
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    def evaluate(
+        self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None
+    ) -> dict[str, float]:
+        """Go over batches once, forward only, in eval mode and without gradients.
+
+        Args:
+            batches: as for `train`.
+
+        Returns:
+            ``"loss"`` and each metric, over all items; the same on every rank. Nan without items.
+
+        Raises:
+            UsageError: a batch, the module's result, the loss or a metric is not as it should be.
+            StagelinkError: a rank failed; every rank gets its text.
+        """
+        clock = Clock(self._comm)
+        station = Station(self._module, self._names, self._scores(self._metrics), clock)
+        epoch = Epoch(self._comm, self._names, clock)
+        with torch.no_grad(), _eval_mode(self._module):
+            epoch.run(
+                self._comm.evaluate, batches, partial(_pass, station), self._title("evaluate")
+            )
+        names = ["loss", *self._metrics]
+        results = self._results(station.scores, epoch.items, len(names))
+        return dict(zip(names, results, strict=True))
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this stage's module and optimizer; alike on all its replicas."""
+        optimizer = self._optimizer
+        return {
+            "stage": self._comm.stage.name,
+            "module": self._module.state_dict(),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that `state_dict` gave; every replica of the stage loads the same.
+
+        Raises:
+            UsageError: it is another stage's, or only one side has an optimizer.
+        """
+        name = self._comm.stage.name
+        if state["stage"] != name:
+            raise UsageError(
+                f"rank {self._comm.rank}: this is the state of stage {state['stage']!r}; the rank "
+                f"holds stage {name!r}"
+            )
+        if (state["optimizer"] is None) != (self._optimizer is None):
+            where, other = ("runner", "state") if self._optimizer is None else ("state", "runner")
+            raise UsageError(
+                f"rank {self._comm.rank}: the {other} of stage {name!r} has an optimizer, the "
+                f"{where} has none"
+            )
+        self._module.load_state_dict(state["module"])
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _scores(self, metrics: Mapping[str, Metric]) -> Scores | None:
+        if self._loss is None or not self._names.last:
+            return None
+        return Scores(self._loss, self._reduction, metrics)
+
+    def _results(self, scores: Scores | None, items: int, count: int) -> list[float]:
+        own = [0.0] * count if scores is None else scores.totals()
+        return means(self._comm.reduce(own), items, self._reduction)
+
+    def _title(self, doing: str) -> str | None:
+        return doing if self._progress and self._comm.rank == 0 else None
+
+    def _check_arguments(self) -> None:
+        known = get_args(Reduction)
+        if self._reduction not in known:
+            raise UsageError(f"reduction {self._reduction!r}: must be one of {known}")
+        if "loss" in self._metrics:
+            raise UsageError("metric 'loss': the name is taken by the loss itself")
+        if self._names.last:
+            self._check_loss()
+
+    def _check_loss(self) -> None:
+        if self._loss is None:
+            raise UsageError(
+                f"rank {self._comm.rank} holds the last stage, {self._comm.stage.name!r}: give "
+                "the runner a loss"
+            )
+        own = getattr(self._loss, "reduction", self._reduction)
+        if own != self._reduction:
+            raise UsageError(f"the loss has reduction {own!r}, the runner {self._reduction!r}")
+
+    def _check_trainable(self) -> None:
+        if self._comm.plan.schedule == "forward":
+            raise UsageError("schedule 'forward' has no backwards; this plan can only evaluate")
+        trains = any(parameter.requires_grad for parameter in self._module.parameters())
+        if trains and self._optimizer is None:
+            raise UsageError(
+                f"rank {self._comm.rank}: the module of stage {self._comm.stage.name!r} has "
+                "parameters to train: give the runner an optimizer, or freeze them with "
+                "requires_grad_(False)"
+            )
+
+
+def _pass(station: Station, session: Session, batch: Batch | None) -> None:
+    Passage(session, station, batch).run()
+
+
+@contextmanager
+def _eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

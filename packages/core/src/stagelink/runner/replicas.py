@@ -1,0 +1,217 @@
+"""The replicas of one stage among themselves: agreements, sums, and copies of one's buffers.
+
+They share a gloo group of their own. Its operations run beside the caller, who waits for them on
+the control plane: the death or failure of any rank ends the wait at once, although gloo would not
+tell, and the group is then broken off.
+
+A sum adds the replicas' values in the order of the replicas, so that it is the same in every run
+and can be the same in one process. Each replica adds up one part of the buffer for all and the
+parts are gathered: it moves as much as a ring does, and needs memory for one more buffer, however
+many replicas there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from stagelink.errors import DeadlineError, DisagreementError, TransportError
+from stagelink.transport.host import address_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import Store
+
+    from stagelink.exchange.handler import Handler
+
+__all__ = ["ReplicaGroup"]
+
+_PAUSE_S = 0.005
+_CAUSE_S = 2.0
+_AT_ONCE = timedelta(milliseconds=1)
+_SPARE_TAG = 2**31 - 1
+_groups: WeakSet[ReplicaGroup] = WeakSet()
+
+
+class ReplicaGroup:
+    """The replicas of this rank's stage, made by all of them at the same point.
+
+    Every call is made by all, in the same order, and blocks until all have made it. A replica may
+    have to wait while another works through a whole batch, so waits are bounded by the plan's
+    ``limits.first_deadline_s``. Tensors are flat, contiguous and on the CPU.
+
+    Args:
+        comm: the handler.
+
+    Attributes:
+        size: how many replicas there are.
+
+    Raises:
+        DeadlineError: a replica did not come in time.
+        TransportError: they could not be connected.
+        StagelinkError: the handler failed or was closed, here or in any later call.
+    """
+
+    def __init__(self, comm: Handler) -> None:
+        self._comm = comm
+        self._ranks = comm.stage.ranks
+        self._me = comm.replica
+        self.size = len(self._ranks)
+        self._deadline_s = comm.plan.limits.first_deadline_s
+        self._group: Any = None
+        self._dropped = False
+        self._working = False
+        self._meet(comm.replica_store(self.drop))
+        _groups.add(self)
+
+    def _meet(self, store: Store) -> None:
+        built: Future[None] = Future()
+        work = partial(_carry_out, partial(self._build, store), built)
+        threading.Thread(target=work, name="stagelink-replicas", daemon=True).start()
+        what = self._what("meeting")
+        try:
+            self._comm.wait(built, what, self._deadline_s)
+        except BaseException:
+            self.drop()
+            raise
+        self._by_gloo(what, built.result)
+
+    def _build(self, store: Store) -> None:
+        store.set(f"here/{self._me}", "1")
+        keys = [f"here/{replica}" for replica in range(self.size)]
+        # Gloo waits for peers without an end but its time-out, so it is called when all are there.
+        while not store.check(keys):
+            if self._dropped:
+                return
+            time.sleep(_PAUSE_S)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        host = address_of(self._comm.plan.control.interface)
+        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+        options._threads = 1
+        options._timeout = timedelta(seconds=self._deadline_s)
+        self._group = gloo(store, self._me, self.size, options)
+        if self._dropped:
+            self.drop()
+
+    def _what(self, doing: str) -> str:
+        others = ", ".join(str(rank) for rank in self._ranks if rank != self._comm.rank)
+        return f"{doing} with rank {others}, of the same stage {self._comm.stage.name!r}"
+
+    # -- operations -------------------------------------------------------------------------------
+
+    def sum(self, buffer: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Replace a buffer's values by their sums over the replicas.
+
+        Args:
+            buffer: of a size that `size` divides.
+            scratch: as large as the buffer; its values are lost.
+        """
+        self._run(
+            "summing", lambda group: group.alltoall_base(_raw(scratch), _raw(buffer), [], [])
+        )
+        first, *others = scratch.chunk(self.size)
+        for other in others:
+            first += other
+        self._run("gathering sums", lambda group: group._allgather_base(_raw(buffer), _raw(first)))
+
+    def broadcast(self, buffer: torch.Tensor, replica: int) -> None:
+        """Replace a buffer's values by those of one replica."""
+        options = dist.BroadcastOptions()
+        options.rootRank = replica
+        self._run("copying", lambda group: group.broadcast([_raw(buffer)], options))
+
+    def agree(self, digest: bytes, otherwise: str) -> None:
+        """Make sure that all replicas call with the same bytes.
+
+        Args:
+            digest: as many bytes on every replica.
+            otherwise: what it means if they differ, for the error.
+
+        Raises:
+            DisagreementError: they do; on every replica.
+        """
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        all_ = torch.empty(self.size * len(digest), dtype=torch.uint8)
+        self._run("comparing", lambda group: group._allgather_base(all_, mine))
+        digests = [bytes(part.tolist()) for part in all_.chunk(self.size)]
+        for rank, theirs in zip(self._ranks, digests, strict=True):
+            if theirs != digests[0]:
+                raise DisagreementError(
+                    f"rank {self._ranks[0]} and rank {rank}, replicas of stage "
+                    f"{self._comm.stage.name!r}: {otherwise}"
+                )
+
+    def _run(self, doing: str, start: Callable[[Any], Any]) -> None:
+        what = self._what(doing)
+        self._working = True
+        work = self._by_gloo(what, partial(start, self._group))
+        try:
+            self._comm.wait(work.get_future(), what, self._deadline_s)
+            self._by_gloo(what, work.wait)
+        finally:
+            del work  # a traceback that is kept would keep gloo's threads with it
+        self._working = False
+
+    def _by_gloo(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            # Gloo tells of a closed connection at once, the control plane soon tells why.
+            with suppress(DeadlineError):
+                self._comm.wait(Future(), what, _CAUSE_S)
+            raise TransportError(f"rank {self._comm.rank}: {what}: {error}") from error
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Give the group up; an operation under way is broken off. Returns at once."""
+        self._dropped = True
+        group, self._group = self._group, None
+        if group is not None and self._working:
+            breaker = partial(_break_off, group, (self._me + 1) % self.size)
+            threading.Thread(target=breaker, name="stagelink-replicas-break", daemon=True).start()
+
+
+def _carry_out(work: Callable[[], None], done: Future[None]) -> None:
+    try:
+        work()
+    except Exception as error:  # handed to the thread that waits
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+
+
+def _break_off(group: Any, other: int) -> None:
+    """Close the group's connections, waking every wait, by a receive that runs out of time."""
+    with suppress(RuntimeError):  # to run out of time is the purpose; or they are closed already
+        group.recv([torch.empty(1)], other, _SPARE_TAG).wait(_AT_ONCE)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """As bytes: gloo moves them whatever the dtype."""
+    return tensor.view(torch.uint8)
+
+
+def _outlive() -> None:
+    """Keep a forked child, as a data loader's worker, from ever destroying an inherited group.
+
+    That would wait for threads which only the parent has.
+    """
+    for group in _groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._group))
+
+
+os.register_at_fork(after_in_child=_outlive)

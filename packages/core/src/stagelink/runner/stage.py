@@ -1,0 +1,70 @@
+"""Forward and backward of one microbatch on one stage: tensors to tensors, nothing is sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from stagelink.runner.names import TARGET
+
+if TYPE_CHECKING:
+    from stagelink.runner.names import Names, Tensors
+    from stagelink.runner.scores import Scores
+
+__all__ = ["backward", "forward", "seed"]
+
+_LOSS = "loss"
+
+
+def forward(
+    module: torch.nn.Module,
+    names: Names,
+    tensors: Tensors,
+    scores: Scores | None,
+    items: tuple[int, int],
+) -> dict[str, torch.Tensor | None]:
+    """Run the module on one microbatch, on the last stage with the loss.
+
+    Args:
+        module: the stage's.
+        names: what it takes and gives.
+        tensors: what was received, or the microbatch's part of the batch.
+        scores: what counts the loss on the last stage; None elsewhere.
+        items: samples in the microbatch, and in the batch.
+
+    Returns:
+        By name what the stage sends; on the last stage the loss alone. What `backward` goes from.
+
+    Raises:
+        UsageError: the module's result does not fit the plan, or the loss is not one number.
+    """
+    result = module(**names.arguments(tensors))
+    if scores is None:
+        return names.outputs(result, tensors)
+    return {_LOSS: scores.add(result, tensors[TARGET], *items)}
+
+
+def seed(outputs: Tensors) -> dict[str, torch.Tensor | None]:
+    """The gradient of the loss with respect to itself."""
+    return {
+        name: None if loss is None else torch.ones_like(loss) for name, loss in outputs.items()
+    }
+
+
+def backward(outputs: Tensors, gradients: Tensors) -> None:
+    """Add the gradients of one microbatch to the parameters' and the received tensors' ``grad``.
+
+    Args:
+        outputs: what `forward` returned.
+        gradients: by the same names; None where there is none. An output that does not require a
+            gradient needs none.
+    """
+    pairs = [
+        (output, gradient)
+        for output, gradient in ((outputs[name], gradients[name]) for name in outputs)
+        if output is not None and output.requires_grad and gradient is not None
+    ]
+    if pairs:
+        roots, received = zip(*pairs, strict=True)
+        torch.autograd.backward(roots, received)

@@ -1,0 +1,125 @@
+"""What keeps the replicas of a stage equal: the same start, same gradients, same buffers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from stagelink.runner.gradients import GradientBuffer
+from stagelink.runner.replicas import ReplicaGroup
+from stagelink.transport.payload import to_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from stagelink.exchange.handler import Handler
+
+__all__ = ["ReplicaSync"]
+
+_SHAPES = (
+    "what the optimizer trains, or the module's buffers, differ in number, order, shape or dtype"
+)
+_VALUES = (
+    "they start with different weights; make them alike (torch.manual_seed before the module is "
+    "built) or load the same state into each"
+)
+
+
+class ReplicaSync:
+    """Keeps a stage's module equal on all its replicas. Every call is made by all of them.
+
+    Args:
+        comm: the handler.
+        module: the stage's.
+        optimizer: what steps its parameters, if anything does.
+
+    Raises:
+        StagelinkError: from every call, see `ReplicaGroup`.
+    """
+
+    def __init__(
+        self, comm: Handler, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._comm = comm
+        self._module = module
+        self._optimizer = optimizer
+        self._group: ReplicaGroup | None = None
+        self._trained: list[torch.Tensor] = []
+        self._gradients: list[GradientBuffer] = []
+
+    def begin(self) -> None:
+        """Make sure that the replicas match, before an epoch; blocks until all have come to it.
+
+        Raises:
+            DisagreementError: their tensors differ in number, order, shape or dtype; before the
+                first epoch, also if in their values.
+        """
+        trained, buffers = _trained(self._optimizer), [*self._module.buffers()]
+        is_new = self._group is None
+        group = self._replicas()
+        group.agree(_digest(_layout(tensor) for tensor in [*trained, *buffers]), _SHAPES)
+        if is_new:
+            tensors = dict.fromkeys([*trained, *self._module.parameters(), *buffers])
+            group.agree(_digest(_content(tensor) for tensor in tensors), _VALUES)
+        if [*map(id, trained)] != [*map(id, self._trained)]:
+            self._trained = trained
+            self._gradients = _buffers(trained, group.size)
+
+    def add_gradients(self) -> None:
+        """Replace every gradient by its sum over the replicas, added in their order.
+
+        Raises:
+            UsageError: a gradient is sparse.
+        """
+        for gradients in self._gradients:
+            gradients.fill()
+            self._replicas().sum(gradients.values, gradients.scratch)
+            gradients.hand_out()
+
+    def copy_buffers(self, replica: int) -> None:
+        """Replace the module's buffers (running statistics) by those of one replica."""
+        buffers = list(self._module.buffers())
+        if not buffers:
+            return
+        flat = torch.cat([to_bytes(buffer).cpu() for buffer in buffers])
+        self._replicas().broadcast(flat, replica)
+        parts = torch.split(flat, [buffer.numel() * buffer.element_size() for buffer in buffers])
+        with torch.no_grad():
+            for buffer, part in zip(buffers, parts, strict=True):
+                # A copy, since a view as another dtype must begin at a multiple of its size.
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+    def _replicas(self) -> ReplicaGroup:
+        if self._group is None:
+            self._group = ReplicaGroup(self._comm)
+        return self._group
+
+
+def _trained(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [tensor for group in groups for tensor in group["params"] if tensor.requires_grad]
+
+
+def _buffers(parameters: Sequence[torch.Tensor], multiple: int) -> list[GradientBuffer]:
+    by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        by_dtype[parameter.dtype].append(parameter)
+    return [GradientBuffer(of_one, multiple) for of_one in by_dtype.values()]
+
+
+def _layout(tensor: torch.Tensor) -> bytes:
+    return f"{tensor.dtype} {tuple(tensor.shape)}\n".encode()
+
+
+def _content(tensor: torch.Tensor) -> memoryview:
+    return to_bytes(tensor).cpu().numpy().data
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,210 @@
+"""Reading is a role: one thread at a time has it, and everybody gets what is read."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stagelink.control.turns import Turns
+from stagelink.transport.contract import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Source:
+    """Something to read: numbers in a pipe, added to `got` by whoever reads."""
+
+    def __init__(self) -> None:
+        self._out, self._in = os.pipe()
+        self.got: list[int] = []
+        self.readers: list[str] = []
+        self.reading = threading.Event()
+        self._at_once = threading.Lock()
+        self.turns = Turns(self.read, self.poke, "stand-by")
+
+    def put(self, number: int) -> None:
+        os.write(self._in, bytes([number]))
+
+    def poke(self) -> None:
+        os.write(self._in, b"\0")
+
+    def read(self, timeout: float | None) -> None:
+        assert self._at_once.acquire(blocking=False), "two read at once"
+        try:
+            self.readers.append(threading.current_thread().name)
+            self.reading.set()
+            if select.select([self._out], [], [], timeout)[0]:
+                self.got += [number for number in os.read(self._out, 100) if number]
+        finally:
+            self._at_once.release()
+
+    def wait_for(self, number: int, deadline_s: float = 20.0) -> bool:
+        return self.turns.wait(lambda: number in self.got, Deadline(deadline_s))
+
+    def close(self) -> None:
+        self.turns.stop()
+        os.close(self._out)
+        os.close(self._in)
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    source = Source()
+    yield source
+    source.close()
+
+
+def _started(source: Source) -> Source:
+    source.turns.start()
+    return source
+
+
+def _in_thread(source: Source, number: int) -> threading.Thread:
+    thread = threading.Thread(target=source.wait_for, args=(number,), name=f"waits {number}")
+    thread.start()
+    return thread
+
+
+def test_a_caller_reads_for_itself(source: Source) -> None:
+    source.put(1)
+    assert source.wait_for(1)
+    assert source.readers == ["MainThread"]
+
+
+def test_what_is_true_already_is_not_read_for(source: Source) -> None:
+    assert source.turns.wait(lambda: True, Deadline(0))
+    assert source.readers == []
+
+
+def test_time_runs_out(source: Source) -> None:
+    began = time.monotonic()
+    assert not source.wait_for(1, deadline_s=0.05)
+    assert 0.05 <= time.monotonic() - began < 1
+
+
+def test_without_a_caller_the_stand_by_reads(source: Source) -> None:
+    _started(source)
+    source.put(1)
+    assert source.reading.wait(20)
+    while 1 not in source.got:
+        time.sleep(0)
+    assert source.readers[0] == "stand-by"
+
+
+def test_a_caller_takes_the_role_from_the_stand_by(source: Source) -> None:
+    _started(source)
+    assert source.reading.wait(20)
+    thread = _in_thread(source, 1)
+    while "waits 1" not in source.readers:
+        time.sleep(0)
+    source.put(1)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_one_caller_reads_for_all_and_hands_the_role_over(source: Source) -> None:
+    threads = [_in_thread(source, number) for number in range(1, 9)]
+    for number in range(1, 9):
+        source.put(number)
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert sorted(source.got) == list(range(1, 9))
+
+
+def test_callers_and_stand_by_in_any_order_lose_nothing(source: Source) -> None:
+    _started(source)
+    for round_number in range(1, 200):
+        threads = [_in_thread(source, round_number) for _ in range(3)]
+        source.put(round_number)
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive(), f"round {round_number}"
+        source.got.clear()
+
+
+def test_a_change_that_is_not_read_wakes_the_reader_and_the_others(source: Source) -> None:
+    happened: list[int] = []
+    threads = [
+        threading.Thread(target=source.turns.wait, args=(lambda: bool(happened), Deadline(20)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    assert source.reading.wait(20)
+    began = time.monotonic()
+    happened.append(1)
+    source.turns.changed()
+    for thread in threads:
+        thread.join(20)
+    # Without the wake-up they would look again after a second.
+    assert time.monotonic() - began < 0.9
+
+
+def test_a_signal_interrupts_whoever_reads(source: Source) -> None:
+    _started(source)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            source.wait_for(1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    source.put(2)
+    assert source.wait_for(2)  # the role is free again
+
+
+def test_a_signal_interrupts_one_that_another_reads_for(source: Source) -> None:
+    thread = _in_thread(source, 1)
+    assert source.reading.wait(20)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            source.wait_for(2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    source.put(1)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_an_exception_of_the_condition_ends_only_that_wait(source: Source) -> None:
+    def broken() -> bool:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        source.turns.wait(broken, Deadline(20))
+    source.put(1)
+    assert source.wait_for(1)
+
+
+def test_a_long_wait_is_told_of(source: Source) -> None:
+    looked: list[float] = []
+    source.turns.on_long_wait = lambda: looked.append(time.monotonic())
+    began = time.monotonic()
+    assert not source.wait_for(1, deadline_s=3.2)
+    assert looked
+    assert looked[0] - began >= 2
+
+
+def test_stopping_ends_the_stand_by(source: Source) -> None:
+    _started(source)
+    assert source.reading.wait(20)
+    source.turns.stop()
+    assert "stand-by" not in [thread.name for thread in threading.enumerate()]

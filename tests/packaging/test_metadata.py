@@ -1,0 +1,59 @@
+"""The packages are released together: one version, one Python, and each requires its own core."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECTS: dict[str, dict[str, Any]] = {
+    file.parent.name: tomllib.loads(file.read_text())["project"]
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+CORE = PROJECTS["core"]
+TRANSPORTS = {folder: PROJECTS[folder] for folder in PROJECTS if folder != "core"}
+
+
+def test_there_is_a_transport_to_check() -> None:
+    assert TRANSPORTS
+
+
+@pytest.mark.parametrize("folder", PROJECTS)
+def test_all_have_the_same_version_and_python(folder: str) -> None:
+    project = PROJECTS[folder]
+    assert project["version"] == CORE["version"]
+    assert project["requires-python"] == CORE["requires-python"]
+
+
+@pytest.mark.parametrize("folder", TRANSPORTS)
+def test_a_transport_requires_exactly_its_own_core(folder: str) -> None:
+    assert f"stagelink=={CORE['version']}" in TRANSPORTS[folder]["dependencies"]
+
+
+@pytest.mark.parametrize("folder", TRANSPORTS)
+def test_core_offers_the_transport_as_an_extra(folder: str) -> None:
+    word = folder.removeprefix("transport-")
+    extra = CORE["optional-dependencies"][word]
+    assert extra == [f"{TRANSPORTS[folder]['name']}=={CORE['version']}"]
+
+
+@pytest.mark.parametrize("folder", TRANSPORTS)
+def test_the_entry_points_name_is_the_extras_name(folder: str) -> None:
+    points = TRANSPORTS[folder]["entry-points"]["stagelink.transports"]
+    assert list(points) == [folder.removeprefix("transport-")]
+
+
+@pytest.mark.parametrize("folder", PROJECTS)
+def test_what_is_installed_is_what_is_here(folder: str) -> None:
+    assert metadata.version(PROJECTS[folder]["name"]) == PROJECTS[folder]["version"]
+
+
+@pytest.mark.parametrize("folder", PROJECTS)
+def test_types_and_license_are_there(folder: str) -> None:
+    package = ROOT / "packages" / folder
+    assert [file.name for file in package.glob("src/*/py.typed")] == ["py.typed"]
+    assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
