@@ -15,7 +15,7 @@ from stagelink.control.turns import Turns
 from stagelink.transport.contract import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class Source:
@@ -26,6 +26,7 @@ class Source:
         self.got: list[int] = []
         self.readers: list[str] = []
         self.reading = threading.Event()
+        self._has_read = threading.Condition()
         self._at_once = threading.Lock()
         self.turns = Turns(self.read, self.poke, "stand-by")
 
@@ -44,6 +45,13 @@ class Source:
                 self.got += [number for number in os.read(self._out, 100) if number]
         finally:
             self._at_once.release()
+            with self._has_read:
+                self._has_read.notify_all()
+
+    def watch(self, condition: Callable[[], bool]) -> None:
+        """Block until it holds after some turn; takes no part in reading."""
+        with self._has_read:
+            assert self._has_read.wait_for(condition, 20)
 
     def wait_for(self, number: int, deadline_s: float = 20.0) -> bool:
         return self.turns.wait(lambda: number in self.got, Deadline(deadline_s))
@@ -93,8 +101,7 @@ def test_without_a_caller_the_stand_by_reads(source: Source) -> None:
     _started(source)
     source.put(1)
     assert source.reading.wait(20)
-    while 1 not in source.got:
-        time.sleep(0)
+    source.watch(lambda: 1 in source.got)
     assert source.readers[0] == "stand-by"
 
 
@@ -102,8 +109,8 @@ def test_a_caller_takes_the_role_from_the_stand_by(source: Source) -> None:
     _started(source)
     assert source.reading.wait(20)
     thread = _in_thread(source, 1)
-    while "waits 1" not in source.readers:
-        time.sleep(0)
+    source.put(2)
+    source.watch(lambda: "waits 1" in source.readers)
     source.put(1)
     thread.join(20)
     assert not thread.is_alive()

@@ -243,12 +243,15 @@ def _wire(dials: bool, store: Store) -> Connection:
     if dials:
         store.wait(["address"])
         return Client(store.get("address").decode())
-    with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/wire", "AF_UNIX") as listener:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Listener(f"{folder}/wire", "AF_UNIX") as listener,
+    ):
         store.set("address", f"{folder}/wire")
         return listener.accept()
 
 
-# -- what rank processes run -----------------------------------------------------------------------
+# -- what rank processes run ----------------------------------------------------------------------
 
 VICTIM, SURVIVOR = 1, 0
 BIG_BYTES = 256 * 1024 * 1024
@@ -338,7 +341,7 @@ def lose_peer(rank: int, world_size: int, store: Store, case: Case) -> Loss | No
         deaf=case.ends == "death" and not case.sends,
     )
     if rank == VICTIM:
-        return _be_lost(twin, store, case)
+        _be_lost(twin, store, case)
     pending, buffer = _begin(twin, case)
     if not (case.sends and case.under_way):
         _strike(store, case, buffer)
@@ -380,9 +383,7 @@ def _strike(store: Store, case: Case, buffer: torch.Tensor) -> None:
     os.kill(int(store.get("pid")), case.number)
 
 
-def _finish(
-    twin: Twin, pending: Pending, store: Store, case: Case
-) -> tuple[BaseException, float]:
+def _finish(twin: Twin, pending: Pending, store: Store, case: Case) -> tuple[BaseException, float]:
     began = {"deadline": time.monotonic()}
 
     def abort() -> None:

@@ -24,6 +24,9 @@ def test_a_skip_is_as_long_as_the_longest_way_that_it_spans(make_plan: MakePlan)
     plan = make_plan([1, 1, 1, 1], [(0, 3), (0, 1), (1, 3), (0, 2), (2, 3), (0, 1)])
     assert distances(plan) == [2, 1, 1, 1, 1, 1]
     assert distances(make_plan([1] * 4, SKIPS)) == [1, 1, 1, 3, 2]
+    # The last way that is found is not the longest.
+    branches = [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4), (0, 4)]
+    assert distances(make_plan([1] * 5, branches)) == [1, 1, 1, 1, 1, 3]
 
 
 def test_a_skip_does_not_throttle_the_stages_that_it_spans(

@@ -3,7 +3,7 @@
 Gloo cannot be asked whether an operation is done, only waited for, and it is unforgiving: a handle
 that is dropped early wedges the connection, one that is waited for twice blocks, and a receive
 into a buffer that is too small ends the process. So every handle stays in its pair's hands until
-it has been waited for, once, by whoever comes first: the ``finish`` that needs it, or the clean-up.
+it has been waited for, once, by whoever comes first: a ``finish`` that needs it, or the clean-up.
 
 A wait that runs out of time closes every connection of its group. A group here has one connection,
 and a missed deadline fails the handler, so deadlines are simply given to gloo; and the clean-up

@@ -22,7 +22,6 @@ from stagelink.transport.plugins import Plugins
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from rich.console import RenderableType
     from rich.table import Table
 
     from stagelink.transport.contract import Transport
@@ -122,10 +121,10 @@ def _disabled(installed: Installed) -> Iterator[_Finding]:
             yield _Finding(name, found.distribution, found.version, "disabled", reason)
 
 
-def _tables(health: _Health) -> Iterator[RenderableType]:
-    yield f"stagelink {health.stagelink}, torch {health.torch}, Python {health.python}"
+def _tables(health: _Health) -> Iterator[Text | Table]:
+    yield Text(f"stagelink {health.stagelink}, torch {health.torch}, Python {health.python}")
     if health.disabled_plugins is not None:
-        yield f"{DISABLE_VARIABLE}={health.disabled_plugins}"
+        yield Text(f"{DISABLE_VARIABLE}={health.disabled_plugins}")
     yield _table("Transports", health.transports, "options and defaults")
     if health.observers:
         yield _table("Observers", health.observers)

@@ -11,11 +11,10 @@ import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from rich.console import RenderableType
 
 __all__ = ["new_table", "plan_file", "plugins_print_to_stderr", "print_json", "print_parts"]
 
@@ -23,12 +22,15 @@ plan_file = click.Path(exists=True, dir_okay=False)
 """The type of an argument that names a plan: a file that exists."""
 
 
-def print_parts(parts: Iterable[RenderableType]) -> None:
+def print_parts(parts: Iterable[Text | Table]) -> None:
     """Print texts and tables on stdout, with a blank line between two of them."""
     # Names and reasons may look like markup, and are printed as they are.
     console = Console(markup=False, highlight=False, emoji=False)
     for number, part in enumerate(parts):
-        console.print(*([""] if number else []), part, sep="\n")
+        if number:
+            console.print()
+        # To break a text's lines is for the terminal: whoever searches the output finds it whole.
+        console.print(part, soft_wrap=isinstance(part, Text))
 
 
 def new_table(title: str, *columns: str) -> Table:

@@ -70,12 +70,11 @@ def _look_at(plan: Plan) -> _Report:
 
 
 def _link_problem(links: Sequence[AssumedLink]) -> str | None:
-    """The error of the first link without a transport, and how many more there are."""
+    """The error of the first link without a transport, and how many links have none."""
     errors = [link.outcome.reasons[0] for link in links if link.outcome.transport is None]
     if not errors:
         return None
-    more = f"\nand {len(errors) - 1} more such links" if len(errors) > 1 else ""
-    return errors[0] + more
+    return errors[0] if len(errors) == 1 else f"{errors[0]}\n({len(errors)} links have none)"
 
 
 def _as_json(report: _Report) -> dict[str, Any]:

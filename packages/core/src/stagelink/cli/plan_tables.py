@@ -15,7 +15,6 @@ from stagelink.plan.problems import ranges
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from rich.console import RenderableType
     from rich.table import Table
 
     from stagelink.cli.assumed import AssumedLink, Outcome
@@ -29,7 +28,7 @@ _MOST_LISTED = 6
 
 def plan_tables(
     plan: Plan, verdict: Verdict, links: Sequence[AssumedLink], problem: str | None
-) -> Iterator[RenderableType]:
+) -> Iterator[Text | Table]:
     """What to print, from top to bottom.
 
     Args:

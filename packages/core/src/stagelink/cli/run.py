@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -102,8 +103,8 @@ def _nodes(plan: Plan, text: str) -> int:
     least, most = _checked(torchrun.parse_min_max_nnodes, text)
     if least != most or least < 1:
         raise click.UsageError(
-            f"--nnodes is {text!r}: the plan has {plan.world_size} ranks, no more and no less, and "
-            "needs a fixed number of nodes"
+            f"--nnodes is {text!r}: the plan has {plan.world_size} ranks, neither more nor less, "
+            "and needs a fixed number of nodes"
         )
     return int(least)
 
@@ -139,6 +140,13 @@ def _launch(args: Namespace) -> None:
     if "LOGLEVEL" not in os.environ:
         # The agent logs each failure at length, beside what the rank itself and this command say.
         logging.disable(logging.ERROR)
+    with TemporaryDirectory(prefix="stagelink-run-") as folder:
+        if not args.log_dir and args.redirects == args.tee == "0":
+            args.log_dir = folder  # torchrun would leave one behind for each run, without any log
+        _run(args)
+
+
+def _run(args: Namespace) -> None:
     try:
         torchrun.run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["Epoch"]
 
 
+class _Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
+    monitor_interval = 0  # or a thread that looks after bars would outlive them
+
+
 class Epoch:
     """One pass over batches, which only the first stage sees.
 
@@ -64,7 +68,7 @@ class Epoch:
         """
         feed = self._cut(batches) if self._names.first else repeat(None)
         total = length_hint(() if batches is None else batches) or None
-        with tqdm(desc=title, total=total, unit="batch", disable=title is None) as bar:
+        with _Bar(desc=title, total=total, unit="batch", disable=title is None) as bar:
             for batch in feed:
                 with self._open(open_session, batch) as session, self._failing():
                     if session.microbatches == 0:

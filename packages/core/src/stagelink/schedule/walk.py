@@ -116,27 +116,23 @@ class _Walk:
         self._parts = [self._parts_of(stage) for stage in plan.stages]
 
     def _parts_of(self, stage: Stage) -> dict[Kind, list[_Part]]:
-        inputs, outputs = self._plan.inputs(stage.index), self._plan.outputs(stage.index)
-        barrier: list[_Part] = [(Step.SYNCHRONISE, self._wait_for_replicas, _NONE)]
-        return {
-            Kind.FORWARD: [
-                *((Step.RECEIVE, self._receive, edge.index) for edge in inputs),
-                *((Step.SEND, self._send, edge.index) for edge in outputs),
-            ],
-            Kind.BACKWARD: [
-                *(
-                    (Step.RECEIVE_GRADIENT, self._receive_gradient, edge.index)
-                    for edge in outputs
-                    if self._returns[edge.index]
-                ),
-                *(barrier if self._synchronise else ()),
-                *(
-                    (Step.SEND_GRADIENT, self._send_gradient, edge.index)
-                    for edge in inputs
-                    if self._returns[edge.index]
-                ),
-            ],
-        }
+        inputs = [edge.index for edge in self._plan.inputs(stage.index)]
+        outputs = [edge.index for edge in self._plan.outputs(stage.index)]
+        forward: list[_Part] = [(Step.RECEIVE, self._receive, edge) for edge in inputs]
+        forward += [(Step.SEND, self._send, edge) for edge in outputs]
+        backward: list[_Part] = [
+            (Step.RECEIVE_GRADIENT, self._receive_gradient, edge)
+            for edge in outputs
+            if self._returns[edge]
+        ]
+        if self._synchronise:
+            backward.append((Step.SYNCHRONISE, self._wait_for_replicas, _NONE))
+        backward += [
+            (Step.SEND_GRADIENT, self._send_gradient, edge)
+            for edge in inputs
+            if self._returns[edge]
+        ]
+        return {Kind.FORWARD: forward, Kind.BACKWARD: backward}
 
     def run(self, programs: Sequence[Sequence[Action]]) -> Walked:
         """Go on, round by round, until no rank can."""
@@ -144,7 +140,7 @@ class _Walk:
             _Walker(rank, self._plan.stage_of(rank), program)
             for rank, program in enumerate(programs)
         ]
-        ready = [walker for walker in walkers if not self._is_through(walker)]
+        ready = [walker for walker in walkers if self._has_more(walker)]
         rounds = 0
         while ready:
             rounds += 1
@@ -164,14 +160,15 @@ class _Walk:
                 return False
         walker.part = 0
         walker.action += 1
-        return not self._is_through(walker)
+        return self._has_more(walker)
 
-    def _is_through(self, walker: _Walker) -> bool:
+    def _has_more(self, walker: _Walker) -> bool:
+        """Whether the rank has another action; one that has none takes part idle from now on."""
         if walker.action < len(walker.program):
-            return False
+            return True
         if self._synchronise:
             self._join_idle(walker)
-        return True
+        return False
 
     def _wake(self, walkers: Sequence[_Walker]) -> list[_Walker]:
         """Hand over the round's tokens; the ranks that waited for one of them."""

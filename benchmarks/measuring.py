@@ -1,0 +1,48 @@
+"""What the benchmarks share: medians of interleaved rounds, and a record of where they were run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def median(values: Sequence[float]) -> float:
+    """The median; the machine's noise makes means worthless."""
+    return statistics.median(values)
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on besides the code."""
+    return {
+        "date": date.today().isoformat(),
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def record(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows as a table, and keep them in ``results/NAME.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({"machine": machine(), "rows": list(rows)}, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    columns = list(rows[0])
+    cells = [[_shown(row[column]) for column in columns] for row in rows]
+    widths = [max(map(len, [column, *one])) for column, *one in zip(columns, *cells, strict=True)]
+    for line in [columns, *cells]:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _shown(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
