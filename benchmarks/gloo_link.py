@@ -32,7 +32,7 @@ def plan() -> stagelink.Plan:
     """Two stages and one edge over gloo."""
     return stagelink.Plan.from_dict(
         {
-            "pipeline": {"name": "bench", "schedule": "forward", "microbatches": 4, "window": 8},
+            "pipeline": {"name": "bench", "schedule": "1f1b", "microbatches": 4, "window": 8},
             "stages": [{"name": "a", "ranks": [0]}, {"name": "b", "ranks": [1]}],
             "tensors": [{"name": "h", "from": "a", "to": ["b"]}],
             "links": [{"transport": "gloo"}],

@@ -248,24 +248,49 @@ def test_to_a_peer_that_is_gone_nothing_is_sent_or_raised(
         assert writer.read() == []
 
 
+class Scripted:
+    """A TCP socket that does what the script says, step by step."""
+
+    family = socket.AF_INET
+
+    def __init__(self, *steps: bytes | OSError) -> None:
+        self._steps = list(steps)
+
+    def setblocking(self, flag: bool) -> None: ...
+
+    def send(self, data: bytes) -> int:
+        return len(self.recv(len(data)))
+
+    def recv(self, size: int) -> bytes:
+        step = self._steps.pop(0)
+        if isinstance(step, OSError):
+            raise step
+        return step
+
+
 @pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETDOWN])
-def test_a_cut_cable_is_a_peer_that_is_gone(number: int, ends: tuple[End, End]) -> None:
-    class Cut:
-        family = socket.AF_INET
-
-        def setblocking(self, flag: bool) -> None: ...
-
-        def close(self) -> None: ...
-
-        def send(self, data: bytes) -> int:
-            raise OSError(number, os.strerror(number))
-
-    end = End(cast("socket.socket", Cut()))
+def test_a_cut_cable_is_a_peer_that_is_gone(number: int) -> None:
+    end = End(cast("socket.socket", Scripted(OSError(number, os.strerror(number)))))
     end.send(b"lost")
     assert end.connection.flushed
 
 
-def test_what_a_peer_said_before_it_reset_us_is_read(ends: tuple[End, End]) -> None:
+def test_another_error_of_a_write_is_raised() -> None:
+    end = End(cast("socket.socket", Scripted(OSError(errno.EBADF, "bug"))))
+    with pytest.raises(OSError, match="bug"):
+        end.send(b"lost")
+
+
+def test_a_reset_is_not_the_end_of_what_can_be_read() -> None:
+    frame = Header(MessageKind.BYE).pack()
+    end = End(cast("socket.socket", Scripted(ConnectionResetError(), frame, b"")))
+    assert [frame.header.kind for frame in end.read()] == [MessageKind.BYE]
+    assert not end.connection.ended
+    assert end.read() == []
+    assert end.connection.ended
+
+
+def test_what_a_peer_said_before_it_closed_with_unread_data_is_read(ends: tuple[End, End]) -> None:
     writer, reader = ends
     reader.send(b"unread")  # closing with it in the buffer resets the other end
     writer.send(b"goodbye")

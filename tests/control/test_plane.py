@@ -26,6 +26,7 @@ from stagelink.errors import (
 )
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
+from tests.support.planes import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,11 +50,8 @@ class Line:
         return lambda peer, frame: self.heard[rank].append((peer, frame.note))
 
     def join(self, one: int, other: int) -> None:
-        mine, theirs = socket.socketpair()
-        for rank, peer, sock in ((one, other, mine), (other, one, theirs)):
-            self.socks[rank, peer] = sock
-            connection = self.planes[rank].adopt(sock)
-            self.planes[rank].introduce(connection, peer)
+        mine, theirs = join(self.planes[one], self.planes[other])
+        self.socks |= {(one, other): mine, (other, one): theirs}
 
     def start(self) -> Line:
         for plane in self.planes:

@@ -110,7 +110,7 @@ def test_nothing_begins_to_a_peer_that_is_gone(twins: Twins) -> None:
     twins[1].only_announce(9)
     incoming = twins[0].next()
     twins[1].transport.close(Deadline(LONG_S))
-    with pytest.raises(ConnectionError, match="receiving 1 bytes: .* closed by peer"):
+    with pytest.raises(ConnectionError, match=r"receiving 1 bytes: .* closed by peer"):
         incoming.take()
     with pytest.raises(RuntimeError, match="closed by peer"):
         twins[0].send(pattern(9))

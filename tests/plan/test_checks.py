@@ -288,3 +288,15 @@ def test_options_of_auto(chain: Chain, problems: Problems) -> None:
     assert problems({**chain(1, 1), "transports": {"auto": {}}}) == [
         "transports.auto: 'auto' is a choice among transports and has no options"
     ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "forward"])
+def test_a_warm_up_where_the_schedule_has_none(
+    chain: Chain, problems: Problems, schedule: str
+) -> None:
+    plan = chain(1, 1)
+    plan["pipeline"]["schedule"] = schedule
+    plan["stages"][0]["warm_up"] = 1
+    assert problems(plan) == [
+        f"stages[0].warm_up: 1: the schedule {schedule!r} has no warm-up to set; remove it"
+    ]

@@ -150,19 +150,20 @@ def train_alone(
     modules: Sequence[torch.nn.Module],
     batches: Sequence[dict[str, torch.Tensor]],
     microbatches: int,
-    loss: Any = torch.nn.functional.cross_entropy,
+    optimizers: Sequence[Any] = (),
 ) -> float:
     """One process, one epoch, the same microbatches; returns the mean loss per item."""
-    optimizers = [sgd(module) for module in modules]
+    optimizers = optimizers or [QuickSgd(module) for module in modules]
     total = 0.0
     for batch in batches:
         for optimizer in optimizers:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=True)
         size = len(batch["x"])
         parts = min(microbatches, size)
         for part in range(parts):
             piece = {name: value.tensor_split(parts)[part] for name, value in batch.items()}
-            value = loss(run_stages(modules, piece), piece["target"])
+            output = run_stages(modules, piece)
+            value = torch.nn.functional.cross_entropy(output, piece["target"])
             (value * (len(piece["x"]) / size)).backward()
             total += value.item() * len(piece["x"])
         for optimizer in optimizers:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import operator
 import os
+import select
 import signal
 import sys
 import threading
@@ -14,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from stagelink.errors import UsageError
-from stagelink.testing import RankFailedError, no_leaks, report, run_fresh
+from stagelink.errors import ConnectError, UsageError
+from stagelink.testing import RankFailedError, RankProcesses, no_leaks, report, run_fresh
+from stagelink.testing.jobs import Job
+from stagelink.testing.worker import start_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,9 +224,10 @@ def test_a_failed_run_costs_its_processes_only(rank_pool: RankPool) -> None:
 
 def test_a_process_that_died_between_runs_is_replaced(rank_pool: RankPool) -> None:
     (pid,) = rank_pool.run(pid_of, 1)
+    process = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
-    with no_leaks("processes", pool=rank_pool):
-        pass
+    select.select([process], [], [])
+    os.close(process)
     assert rank_pool.run(pid_of, 1) != [pid]
 
 
@@ -285,6 +290,24 @@ def test_a_death_is_seen_although_a_child_holds_the_pipe() -> None:
         (outcome,) = ranks.outcomes(timeout_s=20)
         os.kill(child, signal.SIGKILL)
     assert outcome.signal == signal.SIGKILL
+
+
+def test_a_rank_ends_itself_when_nobody_else_does() -> None:
+    workers = start_workers(1)
+    with RankProcesses[None](Job.of(wait_for_ever, ()), workers, limit_s=1) as ranks:
+        assert ranks.outcomes()[0].signal == signal.SIGALRM
+
+
+def test_a_process_that_is_not_there_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagelink.testing.worker.START_S", 0)
+    with pytest.raises(ConnectError, match="did not start within 0 s"):
+        run_fresh(pid_of, 2)
+
+
+def test_a_process_that_ends_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagelink.testing.worker.serve", operator.eq)  # returns at once
+    with pytest.raises(ConnectError, match=r"did not start .* \(exit code 0\)"):
+        run_fresh(pid_of, 1)
 
 
 def test_a_rank_that_closes_its_pipe_is_ended() -> None:

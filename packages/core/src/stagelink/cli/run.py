@@ -154,6 +154,6 @@ def _run(args: Namespace) -> None:
     except SignalException as error:
         raise click.ClickException(f"stopped by {error.sigval.name}; no rank is left") from error
     except (DistError, RendezvousError) as error:
-        raise click.ClickException(f"the nodes cannot meet: {error}") from error
+        raise click.ClickException(f"the nodes cannot meet: {error.__cause__ or error}") from error
     except (ValueError, AssertionError) as error:  # how torchrun refuses a flag's value
         raise click.UsageError(str(error)) from error

@@ -96,8 +96,7 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
     plan.check_launch(launch.rank, launch.world_size)
     me: int = launch.rank
     _check_device(plan.stage_of(me), me)
-    verdict = verify(plan)
-    require(verdict)
+    verdict = require(verify(plan))
     plugins = Plugins(transports, observers)
     plugins.load_observers(plan.observers)
     found = survey(plugins, asked_for(plan, routes_of(plan, me)), plan.transports)
@@ -152,6 +151,7 @@ class Handler:
         self._plugins = plugins
         self._rendezvous = rendezvous
         self._hosts_store = hosts_store
+        self._verdict = verdict
         self._verdicts = {verdict.microbatches: verdict}
         self._transports: Mapping[str, Transport] = {}
         self._session: Session | None = None
@@ -245,6 +245,11 @@ class Handler:
             DisagreementError: another rank opened this session with other values.
             UsageError: the session before is still open, or the number is wrong or missing.
         """
+        if self.plan.schedule == "forward":
+            raise UsageError(
+                f"rank {self.rank}: the plan's schedule is 'forward', so no gradient comes back; "
+                "use evaluate, or a schedule that trains"
+            )
         return self._open("train", microbatches, items, actions)
 
     def evaluate(self, microbatches: int | None = None, *, items: int | None = None) -> Session:
@@ -260,16 +265,18 @@ class Handler:
     ) -> Session:
         self._plane.check()
         self._check_opening(microbatches)
-        if microbatches is not None:
-            self._verdict(mode, microbatches, actions)
+        if mode == "train" and microbatches is not None:
+            self._verified(microbatches, actions)
         number = self._next_session
         self._next_session += 1
         opening = self._openings.open(number, mode, microbatches, items)
-        verdict = self._verdict(mode, opening.microbatches, actions)
-        windows = verdict.windows if mode == "train" else verdict.forward_windows
+        # Forwards alone, each rank's in ascending order, cannot wait in a circle.
+        trains = mode == "train"
+        verdict = self._verified(opening.microbatches, actions) if trains else self._verdict
+        windows = verdict.windows if trains else verdict.forward_windows
         self._mail.enter(number, lambda edge: windows[edge.index])
         own = actions_for(self.plan, self.rank, opening.microbatches, verdict.warm_up, mode)
-        mine = own if actions is None else actions[self.rank]
+        mine = own if actions is None else actions.get(self.rank, ())
         self._session = Session(number, opening, (self.plan, self.rank), self._mail, mine)
         return self._session
 
@@ -293,17 +300,14 @@ class Handler:
                 f"{microbatches!r}"
             )
 
-    def _verdict(
-        self, mode: Mode, microbatches: int, actions: Mapping[int, Sequence[Action]] | None
+    def _verified(
+        self, microbatches: int, actions: Mapping[int, Sequence[Action]] | None
     ) -> Verdict:
         if actions is not None:
-            verdict = verify(self.plan, microbatches, actions)
-        elif microbatches in self._verdicts:
-            verdict = self._verdicts[microbatches]
-        else:
-            verdict = self._verdicts[microbatches] = verify(self.plan, microbatches)
-        # Forwards alone, each rank's in ascending order, cannot wait in a circle.
-        return require(verdict) if mode == "train" else verdict
+            return require(verify(self.plan, microbatches, actions))
+        if microbatches not in self._verdicts:
+            self._verdicts[microbatches] = require(verify(self.plan, microbatches))
+        return self._verdicts[microbatches]
 
     # -- all ranks together
     # ------------------------------------------------------------------------

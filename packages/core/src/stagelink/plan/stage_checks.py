@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from stagelink.plan.document import Document
 
-__all__ = ["observers", "ranks", "servers", "stage_names"]
+__all__ = ["observers", "ranks", "servers", "stage_names", "warm_ups"]
 
 
 def stage_names(document: Document) -> Iterator[Problem]:
@@ -20,6 +20,15 @@ def stage_names(document: Document) -> Iterator[Problem]:
     for index, first in repeats(names):
         text = f"{names[index]!r} is already the name of stages[{first}]"
         yield Problem(("stages", index, "name"), text)
+
+
+def warm_ups(document: Document) -> Iterator[Problem]:
+    """Warm-up set by hand where the schedule has none."""
+    schedule = document.pipeline.schedule
+    for index, table in enumerate(document.stages):
+        if table.warm_up is not None and schedule != "1f1b":
+            text = f"{table.warm_up}: the schedule {schedule!r} has no warm-up to set; remove it"
+            yield Problem(("stages", index, "warm_up"), text)
 
 
 def ranks(document: Document) -> Iterator[Problem]:

@@ -59,7 +59,8 @@ class Names:
         self._accepts = {p.name for p in parameters if p.kind in _BY_NAME}
         self._requires = {p.name for p in parameters if _is_required(p)}
         self._accepts_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-        self._check_place()
+        by_position = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_ONLY]
+        self._check_place(self._requires.intersection(by_position))
         if not self.first:
             self._check_received()
 
@@ -135,11 +136,16 @@ class Names:
             return False
         return name in self._accepts or (self._accepts_all and name not in self.produces)
 
-    def _check_place(self) -> None:
+    def _check_place(self, by_position: Iterable[str]) -> None:
         if not self.last and not self.produces:
             raise UsageError(
                 f"{self._stage} produces nothing, and only the last stage has a loss: give it a "
                 "tensor in the plan, or drive it by hand"
+            )
+        if by_position:
+            raise UsageError(
+                f"{self._stage}: {self._module} takes {_quoted(sorted(by_position))} by position "
+                "only, and is called by name"
             )
         if self.last and TARGET in self._requires:
             raise UsageError(

@@ -16,10 +16,8 @@ waits, over any way down and back up, only for forwards of microbatches before `
 waits for a place in a window of ``W_s + 1``, and holds all the more without synchronisation, where
 it still buys throughput: a balanced (1, 4, 1) takes half the time that it takes by the default.
 
-A stage that progress raises has more under way than there are ranks, and those before it must have
-more still: left at their default they would run in step with it, each waiting for the other. So
-the excess is carried upstream. It is what PipeDream's own map for 1x8-3-1 does: one more than the
-default in stages 0 to 7.
+A stage that progress raises may run in step with the one before it, each waiting for the other;
+more warm-up before it, set by hand, buys throughput there for memory.
 """
 
 from __future__ import annotations
@@ -92,7 +90,6 @@ def _chosen(
         under_way[stage] = own + max((under_way[later] for later in following[stage]), default=0)
         least = [_for_progress(own, replicas[later], warm_up[later]) for later in following[stage]]
         warm_up[stage] = max([(under_way[stage] - 1) // own, *least]) if hand is None else hand
-        under_way[stage] = max(under_way[stage], warm_up[stage] * own + 1)
     return tuple(warm_up)
 
 

@@ -16,7 +16,7 @@ from stagelink.transport.contract import Deadline
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stagelink.testing.ranks import RankPool
+    from stagelink.testing.pool import RankPool
 
 __all__ = ["KINDS", "LeakCheck", "no_leaks", "open_descriptors"]
 

@@ -1,7 +1,7 @@
 """Functions run as the ranks of a pipeline, each in a process of its own.
 
-`RankPool` keeps its processes for the next run; `run_fresh` starts new ones, to be reported from,
-stopped and killed. Processes are forked from a server that has torch loaded, so one more costs
+`run_fresh` starts new processes, to be reported from, stopped and killed; a `RankPool` keeps its
+own for the next run. Processes are forked from a server that has torch loaded, so one more costs
 about 0.1 s. A function is called as ``function(rank, world_size, store, *args)`` with a fresh
 store for the ranks to meet in; it must stand at a module's top level.
 
@@ -21,8 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple
 
+from stagelink.testing.jobs import Job, Task
 from stagelink.testing.outcome import Outcome, RankFailedError
-from stagelink.testing.worker import Event, Failed, Job, Returned, Task, Worker
+from stagelink.testing.serving import Event, Failed, Returned
+from stagelink.testing.worker import start_workers
 from stagelink.transport.contract import Deadline
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-__all__ = ["RankPool", "RankProcesses", "run_fresh"]
+    from stagelink.testing.worker import Worker
+
+__all__ = ["RankProcesses", "run_fresh"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -182,69 +186,6 @@ class RankProcesses(Generic[T]):
         )
 
 
-class RankPool:
-    """Warm rank processes, kept from one run to the next. A context manager.
-
-    The processes of a run that failed are replaced; those of one that returned are used again,
-    with whatever it left in them.
-    """
-
-    def __init__(self) -> None:
-        self._idle: list[Worker] = []
-
-    @property
-    def pids(self) -> frozenset[int]:
-        """Process ids of the idle ranks."""
-        return frozenset(worker.pid for worker in self._idle)
-
-    @property
-    def descriptors(self) -> frozenset[int]:
-        """File descriptors that the idle ranks cost this process."""
-        return frozenset().union(*(worker.descriptors for worker in self._idle))
-
-    def run(
-        self,
-        function: Callable[[int, int, Store, *Ts], T],
-        world_size: int,
-        *args: *Ts,
-        timeout_s: float = 30.0,
-    ) -> list[T]:
-        """Run ``function(rank, world_size, store, *args)`` on each rank and wait for all.
-
-        Returns:
-            What each returned, by rank.
-
-        Raises:
-            RankFailedError: some raised, died or had to be killed after ``timeout_s``.
-            UsageError: the function cannot be found by its name.
-        """
-        job = Job.of(function, args)
-        with RankProcesses[T](job, self._take(world_size), 2 * timeout_s + 60) as ranks:
-            results = ranks.results(timeout_s)
-            self._idle = ranks.release() + self._idle
-        return results
-
-    def close(self) -> None:
-        """End all processes."""
-        for worker in self._idle:
-            worker.stop()
-        self._idle = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _take(self, count: int) -> list[Worker]:
-        for worker in [worker for worker in self._idle if not worker.process.is_alive()]:
-            self._idle.remove(worker)
-            worker.stop()
-        self._idle += _start(count - len(self._idle))
-        taken, self._idle = self._idle[:count], self._idle[count:]
-        return taken
-
-
 def run_fresh(
     function: Callable[[int, int, Store, *Ts], T], world_size: int, *args: *Ts
 ) -> RankProcesses[T]:
@@ -261,16 +202,4 @@ def run_fresh(
         UsageError: the function cannot be found by its name.
     """
     job = Job.of(function, args)
-    return RankProcesses(job, _start(world_size))
-
-
-def _start(count: int) -> list[Worker]:
-    workers = [Worker() for _ in range(count)]  # all of them at once, then wait
-    try:
-        for worker in workers:
-            worker.wait_ready()
-    except BaseException:
-        for worker in workers:
-            worker.stop()
-        raise
-    return workers
+    return RankProcesses(job, start_workers(world_size))

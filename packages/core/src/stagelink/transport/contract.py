@@ -60,6 +60,9 @@ is accepted: minors only add.
 """
 
 
+_YEAR_S = 365 * 86400.0
+
+
 class Deadline:
     """A moment after which a wait is given up.
 
@@ -75,8 +78,8 @@ class Deadline:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left, 0 when it has passed."""
-        return max(0.0, self._end - time.monotonic())
+        """Seconds left, 0 when it has passed; a year at most, which every clock can count."""
+        return min(max(0.0, self._end - time.monotonic()), _YEAR_S)
 
     @property
     def passed(self) -> bool:

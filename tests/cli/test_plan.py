@@ -1,0 +1,284 @@
+"""``stagelink plan`` says what a configuration means, to a person and to a program."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from stagelink.plan import Plan
+from stagelink.schedule import pairs, verify
+
+if TYPE_CHECKING:
+    from click.testing import Result
+
+    from tests.cli.conftest import Invoke, Site, Write
+
+FAST = '[[links]]\ntransport = "fast"\n'
+DECLARED = 'dtype = "float32"\nshape = [2]\n'
+TARGET = """
+[[tensors]]
+name = "target"
+from = "a"
+to = "b"
+dtype = "int64"
+shape = [16]
+grad = false
+"""
+CIRCLE = "the ranks wait for each other in a circle: rank 0 (stage 'a') waits in F2"
+
+
+@pytest.fixture(autouse=True)
+def _fast(site: Site) -> None:
+    site.transport("fast")
+
+
+def said(result: Result) -> str:
+    """What was printed, without line breaks and the spaces of tables."""
+    return " ".join(result.stdout.split())
+
+
+def values(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+# For a person
+
+
+def test_the_tables_show_stages_links_and_the_verdict(invoke: Invoke, write: Write) -> None:
+    result = invoke("plan", write((2, 1), FAST))
+    assert result.exit_code == 0
+    assert said(result).startswith("line: schedule 1f1b, 4 microbatches, 3 ranks ")
+    assert " a 0-1 cpu 1 unknown b 2 cpu 0 unknown " in said(result)
+    assert " a → b 0→2, 1→2 ab fast 2 links[0] " in said(result)
+    assert said(result).endswith(
+        "Verified: 4 microbatches run through, no rank waits in a circle."
+    )
+
+
+def test_the_links_are_said_to_be_assumed(invoke: Invoke, write: Write) -> None:
+    assumed = "assumed: every rank is a process of its own on "
+    one = invoke("plan", write((1, 1), FAST))
+    assert f"{assumed}one server" in said(one)
+    several = invoke("plan", write((1, 1), FAST, servers=[[0], [1]]))
+    assert f"{assumed}the servers of the plan" in said(several)
+
+
+def test_what_was_passed_over_is_shown_with_its_reason(invoke: Invoke, write: Write) -> None:
+    rule = '[[links]]\ntransport = ["absent", "fast"]\n'
+    result = invoke("plan", write((1, 1), rule))
+    assert "fast 2 links[0] not absent: not installed on rank 0" in said(result)
+
+
+def test_a_rule_that_leaves_it_to_the_transports_is_told(invoke: Invoke, write: Write) -> None:
+    rule = '[[links]]\ntransport = "auto"\n'
+    assert " fast 2 links[0], auto " in said(invoke("plan", write((1, 1), rule)))
+    assert " fast 2 auto " in said(invoke("plan", write((1, 1))))
+
+
+def test_like_links_of_many_ranks_share_a_row(invoke: Invoke, write: Write) -> None:
+    # The reason names the rank it was found on, a different one for each link.
+    rule = '[[links]]\ntransport = ["absent", "fast"]\n'
+    result = invoke("plan", write((12, 6), rule, microbatches=24))
+    assert " a → b 0-11 → 12-17 (12 links) ab fast " in said(result)
+    assert said(result).count("a → b") == 1
+
+
+def test_links_that_differ_have_rows_of_their_own(invoke: Invoke, write: Write) -> None:
+    rules = '[[links]]\nsame_server = true\ntransport = ["absent", "fast"]\n' + FAST
+    result = invoke("plan", write((2, 1), rules, servers=[[0], [1, 2]]))
+    assert "0→2 ab fast 2 links[1]" in said(result)
+    assert "1→2 ab fast 2 links[0] not absent" in said(result)
+
+
+def test_memory_is_shown_where_shapes_are_declared(invoke: Invoke, write: Write) -> None:
+    path = write((2, 1), TARGET + FAST, tensor=DECLARED)
+    found = verify(Plan.load(path)).receive_bytes
+    assert found[2] is not None
+    assert f" b 2 cpu 0 {found[2]} bytes " in said(invoke("plan", path))
+
+
+def test_replicas_that_receive_unequal_amounts_have_a_span(invoke: Invoke, write: Write) -> None:
+    path = write((1, 2), FAST, microbatches=5, schedule="gpipe", tensor=DECLARED)
+    found = verify(Plan.load(path)).receive_bytes
+    assert found[1] != found[2]
+    low, high = sorted([found[1] or 0, found[2] or 0])
+    assert f" b 1-2 cpu - {low} bytes to {high} bytes " in said(invoke("plan", path))
+
+
+@pytest.mark.parametrize("columns", [1, 7, 20, 40, 80])
+def test_a_narrow_terminal_is_no_problem(invoke: Invoke, write: Write, columns: int) -> None:
+    assert invoke("plan", write((2, 1), FAST), columns=columns).exit_code == 0
+
+
+def test_names_are_shown_as_they_are(invoke: Invoke, write: Write) -> None:
+    path = write((1, 1), FAST)
+    path.write_text(path.read_text().replace('"a"', '"a[red]:bug:"'))
+    assert "a[red]:bug: → b" in said(invoke("plan", path))
+
+
+# For a program
+
+
+def test_the_json_has_the_promised_form(invoke: Invoke, write: Write) -> None:
+    result = invoke("plan", "--json", write((2, 1), TARGET + FAST))
+    assert result.exit_code == 0
+    found = values(result)
+    reasons = [link.pop("reasons") for link in found["links"]]
+    assert ["by fast" in why for [why] in reasons] == [True, True]
+    link = {"dst": 2, "tensors": ["ab", "target"], "transport": "fast", "window": 2}
+    assert found == {
+        "verified": True,
+        "problem": None,
+        "schedule": "1f1b",
+        "stages": [
+            {"name": "a", "ranks": [0, 1], "warm_up": 1},
+            {"name": "b", "ranks": [2], "warm_up": 0},
+        ],
+        "links": [
+            {"src": 0, **link},
+            {"src": 1, **link},
+        ],
+        "receive_bytes": {"0": None, "1": None, "2": None},
+    }
+
+
+def test_the_json_has_every_link_however_many(invoke: Invoke, write: Write) -> None:
+    path = write((6, 4, 3), FAST, microbatches=12)
+    plan = Plan.load(path)
+    expected = sorted(pair for edge in plan.edges for pair in pairs(plan, edge))
+    found = values(invoke("plan", path, "--json"))["links"]
+    assert [(link["src"], link["dst"]) for link in found] == expected
+
+
+def test_tensors_that_take_two_transports_are_two_links(
+    invoke: Invoke, write: Write, site: Site
+) -> None:
+    site.transport("other")
+    rule = '[[links]]\ntensor = "target"\ntransport = ["absent", "other"]\n'
+    links = values(invoke("plan", "--json", write((1, 1), TARGET + rule + FAST)))["links"]
+    assert [(link["tensors"], link["transport"]) for link in links] == [
+        (["ab"], "fast"),
+        (["target"], "other"),
+    ]
+    assert links[1]["reasons"][1] == "not 'absent': not installed on rank 0"
+
+
+def test_the_json_stands_alone_even_where_a_plugin_prints(
+    invoke: Invoke, write: Write, site: Site
+) -> None:
+    site.transport("loud", before="print('hello from the plugin')")
+    result = invoke("plan", "--json", write((1, 1), '[[links]]\ntransport = "loud"\n'))
+    assert values(result)["links"][0]["transport"] == "loud"
+    assert "hello from the plugin" in result.stderr
+
+
+def test_receive_memory_is_by_rank(invoke: Invoke, write: Write) -> None:
+    path = write((1, 2), FAST, microbatches=5, schedule="gpipe", tensor=DECLARED)
+    found = verify(Plan.load(path)).receive_bytes
+    expected = {str(rank): size for rank, size in found.items()}
+    assert values(invoke("plan", "--json", path))["receive_bytes"] == expected
+
+
+def test_another_number_of_microbatches_may_be_asked_for(invoke: Invoke, write: Write) -> None:
+    path = write((1, 1), FAST, schedule="gpipe")
+    asked = values(invoke("plan", path, "--json", "--microbatches", 9))
+    assert [link["window"] for link in asked["links"]] == [9]
+    assert "9 microbatches" in invoke("plan", path, "--microbatches", 9).stdout
+
+
+# What is refused
+
+
+def test_a_schedule_that_would_wait_for_ever_is_refused(invoke: Invoke, write: Write) -> None:
+    path = write((2, 1), FAST, window=1)
+    result = invoke("plan", path)
+    assert result.exit_code == 1
+    assert f"Refused: {CIRCLE}" in result.stdout
+    assert "Verified" not in result.stdout
+    as_json = invoke("plan", path, "--json")
+    assert as_json.exit_code == 1
+    assert values(as_json)["verified"] is False
+    assert values(as_json)["problem"].startswith(CIRCLE)
+
+
+def test_a_link_without_a_transport_is_shown_and_refused(invoke: Invoke, write: Write) -> None:
+    path = write((2, 1), '[[links]]\ntransport = ["absent", "missing"]\n')
+    result = invoke("plan", path)
+    assert result.exit_code == 1
+    assert " 0→2, 1→2 ab none 2 see below " in said(result)
+    assert "Verified: " in result.stdout
+    assert "Refused: nothing can carry tensor 'ab' from rank 0 to rank 2" in result.stdout
+    assert "- 'missing': not installed on rank 0" in result.stdout
+    assert "(2 links have none)" in result.stdout
+
+
+def test_a_link_without_a_transport_has_null_in_the_json(invoke: Invoke, write: Write) -> None:
+    result = invoke("plan", "--json", write((1, 1), '[[links]]\ntransport = "absent"\n'))
+    found = values(result)
+    assert result.exit_code == 1
+    assert found["verified"] is False
+    assert [link["transport"] for link in found["links"]] == [None]
+    assert "nothing can carry tensor 'ab'" in found["problem"]
+    assert found["links"][0]["reasons"] == [found["problem"]]
+
+
+def test_ranks_on_two_servers_are_judged_so(invoke: Invoke, write: Write, site: Site) -> None:
+    site.transport(
+        "near",
+        """
+        capabilities = Capabilities(
+            devices=frozenset({"cpu"}), auto_rank=90, same_server=True, distinct_processes=True
+        )
+        """,
+    )
+    rule = '[[links]]\ntransport = ["near", "fast"]\n'
+    links = values(invoke("plan", "--json", write((2, 1), rule, servers=[[0], [1, 2]])))["links"]
+    assert [link["transport"] for link in links] == ["fast", "near"]
+    assert links[0]["reasons"][1] == "not 'near': needs both ranks on one server"
+
+
+def test_a_plan_that_is_wrong_ends_in_its_text(invoke: Invoke, write: Write) -> None:
+    path = write((1, 1))
+    path.write_text(path.read_text().replace("[1]", "[0]"))
+    for options in ([], ["--json"]):
+        result = invoke("plan", path, *options)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr.startswith(f"Error: {path}: stages[1].ranks[0]: rank 0 ")
+
+
+@pytest.mark.parametrize(
+    ("more", "pipeline", "text"),
+    [
+        (FAST + "[transports.fast]\nspeed = 9\n", {}, "transports.fast.speed"),
+        (FAST, {"observers": ["nobody"]}, "unknown observer 'nobody'"),
+    ],
+)
+def test_options_and_observers_are_checked(
+    invoke: Invoke, write: Write, more: str, pipeline: dict[str, Any], text: str
+) -> None:
+    result = invoke("plan", write((1, 1), more, **pipeline))
+    assert result.exit_code == 1
+    assert text in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nowhere.toml"], "'nowhere.toml' does not exist"),
+        ([], "Missing argument 'CONFIG'"),
+        (["--micro", "2"], "--micro"),
+        (["--microbatches", "0"], "'--microbatches'"),
+        (["--microbatches", "many"], "'--microbatches'"),
+    ],
+)
+def test_a_wrong_command_line_is_no_refused_plan(
+    invoke: Invoke, arguments: list[str], text: str
+) -> None:
+    result = invoke("plan", *arguments)
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert result.stdout == ""
