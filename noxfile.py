@@ -79,6 +79,6 @@ def build(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run benchmarks: ``nox -s bench -- NAME``, or all of them."""
     session.install(*CONSTRAINTS, *EDITABLE)
-    names = session.posargs or sorted(file.stem for file in Path("benchmarks").glob("*.py"))
-    for name in names:
+    scripts = {file.stem for file in Path("benchmarks").glob("*.py")} - {"measuring"}
+    for name in session.posargs or sorted(scripts):
         session.run("python", f"benchmarks/{name}.py")

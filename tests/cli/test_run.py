@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from stagelink.cli import rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from argparse import Namespace
 
     from tests.cli.conftest import Invoke, Write
 
@@ -30,7 +29,8 @@ GLOO = '[[links]]\ntransport = "gloo"\n[transports.gloo]\ninterface = "lo"\n'
 class Torchrun:
     """Stands for torchrun: keeps what it was given, and raises what it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: Path) -> None:
+        self.script = script
         self.calls: list[Namespace] = []
         self.error: BaseException | None = None
 
@@ -42,8 +42,10 @@ class Torchrun:
 
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Torchrun:
-    stub = Torchrun()
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Torchrun:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    stub = Torchrun(script)
     monkeypatch.setattr(torchrun, "run", stub)
     # The command is the whole process's in earnest; here it must leave no trace.
     monkeypatch.setenv("LOGLEVEL", "WARNING")
@@ -52,56 +54,51 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Torchrun:
     return stub
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text("")
-    return path
-
-
 # What torchrun is given
 
 
 def test_a_plan_s_ranks_are_started_on_one_node(
-    invoke: Invoke, write: Write, launcher: Torchrun, script: Path
+    invoke: Invoke, write: Write, launcher: Torchrun
 ) -> None:
-    result = invoke("run", write((2, 1)), script, "--epochs", "3", "-v")
+    result = invoke("run", write((2, 1)), launcher.script, "--epochs", "3", "-v")
     assert (result.exit_code, result.output) == (0, "")
     [args] = launcher.calls
     assert (args.nnodes, args.nproc_per_node) == ("1:1", "3")
     assert args.training_script == rank.__file__
-    assert args.training_script_args == [str(script), "--epochs", "3", "-v"]
+    assert args.training_script_args == [str(launcher.script), "--epochs", "3", "-v"]
 
 
 def test_the_script_is_told_where_the_plan_is(
     invoke: Invoke,
     write: Write,
     launcher: Torchrun,
-    script: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write((1, 1))
     monkeypatch.chdir(path.parent)
-    assert invoke("run", path.name, script).exit_code == 0
+    assert invoke("run", path.name, launcher.script).exit_code == 0
     assert os.environ["STAGELINK_PLAN"] == str(path)
 
 
 def test_flags_before_the_plan_are_torchrun_s(
-    invoke: Invoke, write: Write, launcher: Torchrun, script: Path
+    invoke: Invoke, write: Write, launcher: Torchrun
 ) -> None:
     flags = ["--nnodes", 2, "--node-rank=1", "--rdzv-endpoint", "host:1", "--max_restarts", "4"]
-    assert invoke("run", *flags, "-t", "3", write((2, 2)), script, "--nnodes").exit_code == 0
+    assert (
+        invoke("run", *flags, "-t", "3", write((2, 2)), launcher.script, "--nnodes").exit_code == 0
+    )
     [args] = launcher.calls
     assert (args.nnodes, args.node_rank, args.rdzv_endpoint) == ("2", 1, "host:1")
     assert (args.max_restarts, args.tee) == (4, "3")
-    assert args.training_script_args == [str(script), "--nnodes"]
+    assert args.training_script_args == [str(launcher.script), "--nnodes"]
 
 
-def test_nodes_share_the_ranks(
-    invoke: Invoke, write: Write, launcher: Torchrun, script: Path
-) -> None:
-    assert invoke("run", "--nnodes", 2, write((2, 2)), script).exit_code == 0
-    assert invoke("run", "--nnodes=2", "--nproc-per-node=3", write((2, 2)), script).exit_code == 0
+def test_nodes_share_the_ranks(invoke: Invoke, write: Write, launcher: Torchrun) -> None:
+    assert invoke("run", "--nnodes", 2, write((2, 2)), launcher.script).exit_code == 0
+    assert (
+        invoke("run", "--nnodes=2", "--nproc-per-node=3", write((2, 2)), launcher.script).exit_code
+        == 0
+    )
     assert [args.nproc_per_node for args in launcher.calls] == ["2", "3"]
 
 
@@ -109,11 +106,10 @@ def test_torchrun_s_own_variable_is_heeded(
     invoke: Invoke,
     write: Write,
     launcher: Torchrun,
-    script: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "7")
-    result = invoke("run", write((2, 2)), script)
+    result = invoke("run", write((2, 2)), launcher.script)
     assert result.exit_code == 2
     assert "--nproc-per-node is 7, and the plan has 4 ranks" in result.stderr
 
@@ -126,29 +122,27 @@ def test_a_module_is_run_as_one(invoke: Invoke, write: Write, launcher: Torchrun
 
 
 def test_other_programs_are_run_as_they_are(
-    invoke: Invoke, write: Write, launcher: Torchrun, script: Path
+    invoke: Invoke, write: Write, launcher: Torchrun
 ) -> None:
     assert invoke("run", "--no-python", write((1, 1)), "program", "x").exit_code == 0
-    assert invoke("run", "--run-path", write((1, 1)), script).exit_code == 0
+    assert invoke("run", "--run-path", write((1, 1)), launcher.script).exit_code == 0
     program, path = launcher.calls
     assert (program.training_script, program.training_script_args) == ("program", ["x"])
-    assert (path.training_script, path.training_script_args) == (str(script), [])
+    assert (path.training_script, path.training_script_args) == (str(launcher.script), [])
 
 
-def test_no_folder_is_left_behind(
-    invoke: Invoke, write: Write, launcher: Torchrun, script: Path
-) -> None:
-    invoke("run", write((1, 1)), script)
+def test_no_folder_is_left_behind(invoke: Invoke, write: Write, launcher: Torchrun) -> None:
+    invoke("run", write((1, 1)), launcher.script)
     assert launcher.log_dir_existed
     assert not Path(launcher.calls[0].log_dir).exists()
 
 
 @pytest.mark.parametrize("flag", ["--tee", "--redirects"])
 def test_logs_that_were_asked_for_stay_where_torchrun_puts_them(
-    invoke: Invoke, write: Write, launcher: Torchrun, script: Path, flag: str
+    invoke: Invoke, write: Write, launcher: Torchrun, flag: str
 ) -> None:
-    invoke("run", flag, "3", write((1, 1)), script)
-    invoke("run", flag, "3", "--log-dir", "logs", write((1, 1)), script)
+    invoke("run", flag, "3", write((1, 1)), launcher.script)
+    invoke("run", flag, "3", "--log-dir", "logs", write((1, 1)), launcher.script)
     assert [args.log_dir for args in launcher.calls] == [None, "logs"]
 
 
@@ -156,9 +150,9 @@ def test_logs_that_were_asked_for_stay_where_torchrun_puts_them(
 
 
 def test_a_plan_that_would_hang_is_refused(
-    invoke: Invoke, write: Write, launcher: Torchrun, script: Path
+    invoke: Invoke, write: Write, launcher: Torchrun
 ) -> None:
-    result = invoke("run", write((2, 1), window=1), script)
+    result = invoke("run", write((2, 1), window=1), launcher.script)
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: the ranks wait for each other in a circle: rank 0 ")
     assert launcher.calls == []
@@ -185,20 +179,19 @@ def test_a_wrong_command_line_starts_nothing(
     invoke: Invoke,
     write: Write,
     launcher: Torchrun,
-    script: Path,
     before: list[str],
     after: list[str],
     text: str,
 ) -> None:
-    rest = [script if word == "SCRIPT" else word for word in after]
+    rest = [launcher.script if word == "SCRIPT" else word for word in after]
     result = invoke("run", *before, write((2, 1)), *rest)
     assert result.exit_code == 2
     assert text in result.stderr
     assert launcher.calls == []
 
 
-def test_a_plan_that_is_not_there(invoke: Invoke, launcher: Torchrun, script: Path) -> None:
-    result = invoke("run", "gone.toml", script)
+def test_a_plan_that_is_not_there(invoke: Invoke, launcher: Torchrun) -> None:
+    result = invoke("run", "gone.toml", launcher.script)
     assert result.exit_code == 2
     assert "'gone.toml' does not exist" in result.stderr
     assert invoke("run").exit_code == 2
@@ -227,24 +220,23 @@ def test_a_failure_is_told_in_its_own_words(
     invoke: Invoke,
     write: Write,
     launcher: Torchrun,
-    script: Path,
     error: BaseException,
     code: int,
     text: str,
 ) -> None:
     launcher.error = error
-    result = invoke("run", write((1, 1)), script)
+    result = invoke("run", write((1, 1)), launcher.script)
     assert result.exit_code == code
     assert result.stderr.endswith(text)
     assert result.stdout == ""
 
 
 def test_the_cause_of_a_failed_rendezvous_is_told(
-    invoke: Invoke, write: Write, launcher: Torchrun, script: Path
+    invoke: Invoke, write: Write, launcher: Torchrun
 ) -> None:
     launcher.error = RendezvousError("see inner exception")
     launcher.error.__cause__ = ConnectionError("nobody there")
-    result = invoke("run", write((1, 1)), script)
+    result = invoke("run", write((1, 1)), launcher.script)
     assert result.stderr == "Error: the nodes cannot meet: nobody there\n"
 
 

@@ -292,7 +292,7 @@ def test_every_key_reaches_the_plan(chain: Chain) -> None:
         2,
         1,
         name="digits",
-        schedule="gpipe",
+        schedule="1f1b",
         window=3,
         observers=["log", "trace"],
         servers=[[2], [0, 1]],
@@ -310,7 +310,7 @@ def test_every_key_reaches_the_plan(chain: Chain) -> None:
         "pool_bytes": 6,
     }
     made = Plan.from_dict(plan)
-    assert (made.name, made.schedule, made.window) == ("digits", "gpipe", 3)
+    assert (made.name, made.schedule, made.window) == ("digits", "1f1b", 3)
     assert (made.observers, made.servers) == (("log", "trace"), ((2,), (0, 1)))
     assert (made.stages[0].device, made.stages[0].warm_up) == ("cuda", 2)
     assert made.stages[1].warm_up is None

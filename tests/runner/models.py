@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -110,9 +110,12 @@ def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
 
 
-class QuickSgd:
-    """The same without torch's optimizer, whose first use costs a process seconds of imports."""
+def quick_sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """The same without torch's optimizers, whose first use costs a process seconds of imports."""
+    return cast("torch.optim.Optimizer", _QuickSgd(module))
 
+
+class _QuickSgd:
     def __init__(self, module: torch.nn.Module) -> None:
         self.param_groups = [{"params": list(module.parameters())}]
         self._momentum: dict[torch.Tensor, torch.Tensor] = {}
@@ -129,7 +132,7 @@ class QuickSgd:
                 old = self._momentum.get(parameter)
                 new = parameter.grad.clone() if old is None else old * 0.9 + parameter.grad
                 self._momentum[parameter] = new
-                parameter -= 0.2 * new
+                parameter.sub_(0.2 * new)
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -153,7 +156,7 @@ def train_alone(
     optimizers: Sequence[Any] = (),
 ) -> float:
     """One process, one epoch, the same microbatches; returns the mean loss per item."""
-    optimizers = optimizers or [QuickSgd(module) for module in modules]
+    optimizers = optimizers or [quick_sgd(module) for module in modules]
     total = 0.0
     for batch in batches:
         for optimizer in optimizers:
@@ -175,8 +178,6 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def largest_difference(
-    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
-) -> float:
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     return max((one[name] - other[name]).abs().max().item() for name in one)

@@ -12,12 +12,12 @@ import torch
 
 from stagelink import AbortedError, PipelineRunner, StagelinkError, UsageError
 from tests.runner.models import (
-    QuickSgd,
     accuracy,
     build,
     largest_difference,
     line,
     make_batches,
+    quick_sgd,
     run_stages,
     tensors_of,
     train_alone,
@@ -51,7 +51,7 @@ def pipeline(rank_pool: RankPool) -> Callable[..., list[Any]]:
 
 def runner_of(comm: Handler, module: torch.nn.Module | None = None, **more: Any) -> PipelineRunner:
     module = build(SHAPES, comm.stage.index) if module is None else module
-    settings = {"loss": cross_entropy, "optimizer": QuickSgd(module), **more}
+    settings = {"loss": cross_entropy, "optimizer": quick_sgd(module), **more}
     return PipelineRunner(comm, module, **settings)
 
 
@@ -59,7 +59,7 @@ def own(comm: Handler, batches: Batches) -> Batches | None:
     return batches if comm.stage.index == 0 else None
 
 
-# -- evaluation ------------------------------------------------------------------------------------
+# -- evaluation -----------------------------------------------------------------------------------
 
 
 def evaluate(comm: Handler, sizes: list[int], reduction: Any) -> dict[str, float]:
@@ -139,7 +139,7 @@ def test_training_and_evaluation_alternate_with_any_sizes(pipeline: Callable[...
         return comm.stage.index, results, weights(module)
 
     alone = [build(SHAPES, stage) for stage in range(2)]
-    optimizers = [QuickSgd(module) for module in alone]
+    optimizers = [quick_sgd(module) for module in alone]
     expected = []
     for train, held_out in rounds:
         train_alone(alone, make_batches(train), 4, optimizers=optimizers)
@@ -157,7 +157,7 @@ def mean_loss(modules: list[Any], batches: Batches) -> float:
     return total / sum(len(batch["x"]) for batch in batches)
 
 
-# -- training --------------------------------------------------------------------------------------
+# -- training -------------------------------------------------------------------------------------
 
 
 def test_a_sum_is_not_scaled(pipeline: Callable[..., Any]) -> None:
@@ -174,7 +174,7 @@ def test_a_sum_is_not_scaled(pipeline: Callable[..., Any]) -> None:
     loss = cross_entropy(run_stages(alone, batch), batch["target"], reduction="sum")
     loss.backward()
     for module in alone:
-        QuickSgd(module).step()
+        quick_sgd(module).step()
     for stage, found, total in pipeline(case):
         assert largest_difference(found, weights(alone[stage])) <= 1e-12
         assert total == pytest.approx(loss.item())
@@ -234,16 +234,18 @@ def test_a_state_of_something_else_is_refused(pipeline: Callable[..., Any]) -> N
         bare = runner_of(comm, module, optimizer=None)
         foreign = full.state_dict() | {"stage": "s7"}
         texts = []
-        for runner, state in [(full, foreign), (full, bare.state_dict()), (bare, full.state_dict())]:
+        for runner, state in [
+            (full, foreign),
+            (full, bare.state_dict()),
+            (bare, full.state_dict()),
+        ]:
             with pytest.raises(UsageError) as caught:
                 runner.load_state_dict(state)
             texts.append(str(caught.value))
         return texts
 
     foreign, without, surplus = pipeline(case)[2]
-    assert foreign == (
-        "rank 2: this is the state of stage 's7'; the rank holds stage 's1'"
-    )
+    assert foreign == ("rank 2: this is the state of stage 's7'; the rank holds stage 's1'")
     assert without == "rank 2: the runner of stage 's1' has an optimizer, the state has none"
     assert surplus == "rank 2: the state of stage 's1' has an optimizer, the runner has none"
 
@@ -275,7 +277,7 @@ def test_without_progress_nothing_is_printed(
     assert capfd.readouterr() == ("", "")
 
 
-# -- failures --------------------------------------------------------------------------------------
+# -- failures -------------------------------------------------------------------------------------
 
 
 def test_an_error_in_the_module_reaches_every_rank(pipeline: Callable[..., Any]) -> None:
@@ -371,7 +373,10 @@ def test_what_cannot_be_trained_says_so(pipeline: Callable[..., Any]) -> None:
     [
         ({"loss": None}, "rank 2 holds the last stage, 's1': give the runner a loss"),
         ({"reduction": "none"}, "reduction 'none': must be one of ('mean', 'sum')"),
-        ({"loss": torch.nn.MSELoss(reduction="sum")}, "the loss has reduction 'sum', the runner 'mean'"),
+        (
+            {"loss": torch.nn.MSELoss(reduction="sum")},
+            "the loss has reduction 'sum', the runner 'mean'",
+        ),
         ({"metrics": {"loss": accuracy}}, "metric 'loss': the name is taken"),
     ],
 )
@@ -396,9 +401,7 @@ def test_settings_that_do_not_fit(
     ],
     ids=["many", "float"],
 )
-def test_a_loss_that_is_not_one_number(
-    loss: Any, text: str, pipeline: Callable[..., Any]
-) -> None:
+def test_a_loss_that_is_not_one_number(loss: Any, text: str, pipeline: Callable[..., Any]) -> None:
     def case(comm: Handler) -> str:
         with pytest.raises(StagelinkError) as caught, comm:
             runner_of(comm, loss=loss).train(own(comm, make_batches([8])))
@@ -410,14 +413,15 @@ def test_a_loss_that_is_not_one_number(
 
 
 def test_a_hand_driven_first_stage_must_say_the_items(pipeline: Callable[..., Any]) -> None:
+    def by_hand(comm: Handler) -> None:
+        with comm.train(microbatches=2) as session:
+            for microbatch in session.mine:
+                session.send("h0", torch.ones(1, 6, requires_grad=True), microbatch)
+                session.recv_grad("h0", microbatch)
+
     def case(comm: Handler) -> str:
         with pytest.raises(StagelinkError) as caught, comm:
-            if comm.stage.index:
-                runner_of(comm).train()
-            with comm.train(microbatches=2) as session:
-                for microbatch in session.mine:
-                    session.send("h0", torch.ones(1, 6, requires_grad=True), microbatch)
-                    session.recv_grad("h0", microbatch)
+            runner_of(comm).train() if comm.stage.index else by_hand(comm)
         return str(caught.value)
 
     assert "nobody said how many items session 0 has" in pipeline(case)[2]

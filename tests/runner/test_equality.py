@@ -11,12 +11,12 @@ from stagelink import PipelineRunner
 from tests.runner.models import (
     SHARED,
     SKIP,
-    QuickSgd,
     Shape,
     build,
     largest_difference,
     line,
     make_batches,
+    quick_sgd,
     sgd,
     tensors_of,
     train_alone,
@@ -27,11 +27,9 @@ from tests.support.pipelines import GLOO, LOOPBACK, Ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import stagelink
     from stagelink import Handler
     from stagelink.runner import Summary
     from stagelink.testing import RankPool
-    from tests.support.pipelines import Wire
 
 # No number divides another, and the last batch has fewer items than microbatches.
 SIZES = [13, 13, 13, 9, 3]
@@ -98,7 +96,7 @@ def test_a_tensor_that_passes_a_stage(
 def test_processes(replicas: tuple[int, ...], shapes: list[Shape], rank_pool: RankPool) -> None:
     ranks = Ranks(GLOO, rank_pool)
     plan = ranks.plan(replicas, tensors_of(shapes), microbatches=MICROBATCHES)
-    check(ranks.run(plan, train_both, shapes, QuickSgd), shapes)
+    check(ranks.run(plan, train_both, shapes, quick_sgd), shapes)
 
 
 def test_one_stage_of_replicas(rank_pool: RankPool) -> None:

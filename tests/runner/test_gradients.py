@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stagelink import PipelineRunner, StagelinkError
-from tests.runner.models import CLASSES, WIDTH, QuickSgd, fill, make_batches
+from tests.runner.models import CLASSES, WIDTH, fill, make_batches, quick_sgd
 from tests.support.pipelines import LOOPBACK, Document, Ranks, tensor
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ TWO_TENSORS = [tensor("h", 0, 1), tensor("side", 0, 1), tensor("target", 0, 1)]
 
 
 class Named(torch.nn.Module):
+    main: torch.nn.Linear
+    spare: torch.nn.Linear
+
     def __init__(self, seed: int, **layers: torch.nn.Module) -> None:
         super().__init__()
         for name, layer in layers.items():
@@ -31,7 +34,9 @@ class Named(torch.nn.Module):
 
 class First(Named):
     def __init__(self) -> None:
-        super().__init__(0, main=torch.nn.Linear(WIDTH, WIDTH), spare=torch.nn.Linear(WIDTH, WIDTH))
+        super().__init__(
+            0, main=torch.nn.Linear(WIDTH, WIDTH), spare=torch.nn.Linear(WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.main(x)
@@ -41,7 +46,7 @@ class Last(Named):
     def __init__(self) -> None:
         super().__init__(1, main=torch.nn.Linear(WIDTH, CLASSES))
 
-    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> Any:
         del side
         return self.main(h)
 
@@ -62,7 +67,7 @@ class Pipeline:
         def case(comm: Handler) -> dict[str, torch.Tensor | None]:
             module = modules[comm.stage.index]()
             runner = PipelineRunner(
-                comm, module, loss=torch.nn.functional.cross_entropy, optimizer=QuickSgd(module)
+                comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)
             )
             runner.train(make_batches(sizes) if comm.stage.index == 0 else None)
             return {name: value.grad for name, value in module.named_parameters()}
@@ -122,9 +127,7 @@ def test_none_on_some_replicas_is_zero(pipeline: Pipeline) -> None:
     signs = [(part[0, 0] < 0).item() for part in batch["x"].tensor_split(3)]
     assert len({*signs}) == 2  # or the test would show nothing
     first, last = Alternating(), Last()
-    for x, target in zip(
-        batch["x"].tensor_split(3), batch["target"].tensor_split(3), strict=True
-    ):
+    for x, target in zip(batch["x"].tensor_split(3), batch["target"].tensor_split(3), strict=True):
         (torch.nn.functional.cross_entropy(last(first(x)), target) / 3).backward()
     want = [{n: p.grad for n, p in module.named_parameters()} for module in (first, last)]
     check(pipeline.gradients([Alternating, Last], replicas=(3, 1)), [want[0]] * 3 + [want[1]])
@@ -133,7 +136,7 @@ def test_none_on_some_replicas_is_zero(pipeline: Pipeline) -> None:
 class Ignoring(Last):
     """Does not look at what it receives."""
 
-    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> Any:
         del side
         return self.main(torch.ones_like(h))
 
@@ -150,9 +153,7 @@ class TwoOutputs(First):
 
 
 def test_one_of_two_inputs_is_not_used(pipeline: Pipeline) -> None:
-    check(
-        pipeline.gradients([TwoOutputs, Last], TWO_TENSORS), expected(TwoOutputs(), Last())
-    )
+    check(pipeline.gradients([TwoOutputs, Last], TWO_TENSORS), expected(TwoOutputs(), Last()))
 
 
 class OutputWithoutGradient(First):
@@ -161,7 +162,7 @@ class OutputWithoutGradient(First):
 
 
 class Masking(Last):
-    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> Any:
         assert side is not None
         assert not side.requires_grad
         return self.main(h * side)
@@ -192,7 +193,7 @@ class SameTwice(First):
 
 
 class Adding(Last):
-    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> Any:
         assert side is not None
         return self.main(h * side)
 
@@ -227,7 +228,7 @@ def test_frozen_stages(
 class LooksAtItsInput(Last):
     """Takes a gradient with respect to an input that needs none for the pipeline."""
 
-    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> Any:
         assert side is not None
         with torch.enable_grad():
             side = side.double().requires_grad_()
@@ -254,7 +255,7 @@ class Sparse(torch.nn.Module):
         self.table = torch.nn.Embedding(2, WIDTH, sparse=True, dtype=torch.float64)
         fill(self, 0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.table((x[:, 0] > 0).long())
 
 
@@ -262,7 +263,7 @@ def test_a_sparse_gradient_cannot_be_added_over_replicas(rank_pool: RankPool) ->
     def case(comm: Handler) -> str:
         module = Sparse() if comm.stage.index == 0 else Last()
         runner = PipelineRunner(
-            comm, module, loss=torch.nn.functional.cross_entropy, optimizer=QuickSgd(module)
+            comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)
         )
         with pytest.raises(StagelinkError) as caught, comm:
             runner.train(make_batches([6]) if comm.stage.index == 0 else None)

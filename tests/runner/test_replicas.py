@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from stagelink import AbortedError, DeadlineError, DisagreementError, PipelineRunner, StagelinkError
+from stagelink import (
+    AbortedError,
+    DeadlineError,
+    DisagreementError,
+    PipelineRunner,
+    StagelinkError,
+)
 from stagelink.runner.replicas import ReplicaGroup
 from stagelink.testing import report
-from tests.runner.models import WIDTH, QuickSgd, build, line, make_batches, tensors_of, weights
+from tests.runner.models import WIDTH, build, line, make_batches, quick_sgd, tensors_of
 from tests.support.pipelines import GLOO, LOOPBACK, Document, Ranks, document, start_fresh
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ def run(rank_pool: RankPool) -> Callable[..., list[Any]]:
     return lambda count, case, **tables: ranks.run(alone(count, **tables), case)
 
 
-# -- sums and copies -------------------------------------------------------------------------------
+# -- sums and copies ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
@@ -82,7 +89,7 @@ def test_two_groups_do_not_meet(run: Callable[..., Any]) -> None:
     assert run(2, case) == [[2.0, 2.0, 10.0, 10.0]] * 2
 
 
-# -- what must be alike ----------------------------------------------------------------------------
+# -- what must be alike ---------------------------------------------------------------------------
 
 
 def train_on(comm: Handler, module: torch.nn.Module) -> str:
@@ -91,7 +98,7 @@ def train_on(comm: Handler, module: torch.nn.Module) -> str:
         comm,
         module,
         loss=torch.nn.functional.cross_entropy,
-        optimizer=QuickSgd(module),
+        optimizer=quick_sgd(module),
     )
     with pytest.raises(StagelinkError) as caught, comm:
         runner.train(make_batches([4]))
@@ -115,7 +122,7 @@ def test_replicas_must_train_the_same(change: str, run: Callable[..., Any]) -> N
     def case(comm: Handler) -> str:
         module = build(line(1), 0)
         if comm.replica == 1 and change == "frozen":
-            next(module.parameters()).requires_grad_(requires_grad=False)
+            next(module.parameters()).requires_grad_(False)
         if comm.replica == 1 and change == "buffer":
             module.register_buffer("more", torch.zeros(2))
         return train_on(comm, module)
@@ -133,7 +140,9 @@ class Counting(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("flag", torch.tensor(data=True))  # one byte, so the next is not aligned
+        self.register_buffer(
+            "flag", torch.tensor(data=True)
+        )  # one byte, so the next is not aligned
         self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
         self.register_buffer("seen", torch.tensor(0))
 
@@ -173,7 +182,7 @@ def test_an_epoch_without_batches_copies_nothing(run: Callable[..., Any]) -> Non
     assert run(2, case) == [0, 0]
 
 
-# -- failures --------------------------------------------------------------------------------------
+# -- failures -------------------------------------------------------------------------------------
 
 
 def test_one_that_does_not_come_is_named(run: Callable[..., Any]) -> None:
@@ -188,20 +197,36 @@ def test_one_that_does_not_come_is_named(run: Callable[..., Any]) -> None:
     assert text.startswith("rank 0: meeting with rank 1, of the same stage 's0': not done within")
 
 
+def told_before_waiting(comm: Handler) -> threading.Event:
+    """Set when the rank next waits for its replicas."""
+    waits = threading.Event()
+    wait = comm.wait
+
+    def tell(*args: Any) -> None:
+        waits.set()
+        wait(*args)
+
+    comm.wait = tell  # type: ignore[method-assign, assignment]
+    return waits
+
+
 @pytest.mark.parametrize("where", ["meeting", "summing"])
 def test_the_failure_of_one_ends_the_wait_of_the_others(
     where: str, run: Callable[..., Any]
 ) -> None:
+    others: dict[int, threading.Event] = {}
+    known = threading.Barrier(3)
+
     def case(comm: Handler) -> str:
         group = None if where == "meeting" else ReplicaGroup(comm)
+        others[comm.rank] = told_before_waiting(comm)
+        known.wait()
         if comm.replica == 2:
-            comm.reduce([0.0])
+            assert all(others[rank].wait(TOGETHER_S) for rank in (0, 1))
             comm.abort(ValueError("enough"))
             return ""
-        comm.reduce([0.0])
         with pytest.raises(AbortedError) as caught, comm:
-            group = group or ReplicaGroup(comm)
-            group.sum(torch.zeros(3), torch.zeros(3))
+            (group or ReplicaGroup(comm)).sum(torch.zeros(3), torch.zeros(3))
         return str(caught.value)
 
     began = time.monotonic()
@@ -210,15 +235,34 @@ def test_the_failure_of_one_ends_the_wait_of_the_others(
     for text in found[:2]:
         assert "rank 2 reports: " in text
         assert "ValueError: enough" in text
-    end_of_threads("stagelink-replicas")
 
 
-def end_of_threads(prefix: str) -> None:
-    """Wait for the end of threads that end soon by themselves."""
-    for thread in threading.enumerate():
-        if thread.name.startswith(prefix):
-            thread.join(TOGETHER_S)
-            assert not thread.is_alive()
+def sum_beside_one_that_stops(comm: Handler) -> None:
+    group = ReplicaGroup(comm)
+    if comm.rank == 2:
+        report("stopping")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    report("summing")
+    try:
+        group.sum(torch.zeros(3), torch.zeros(3))
+    except (StagelinkError, KeyboardInterrupt) as error:
+        comm.abort(error)
+        text = f"{type(error).__name__}: {error}"
+    # By now nothing refers to gloo's group, whose end waits for what is under way in it.
+    report("released", text)
+
+
+def test_a_sum_that_cannot_end_holds_up_nobody() -> None:
+    """Ctrl-C ends it on one rank, the other is told, and what is left of gloo is broken off."""
+    plan = alone(3, limits={"first_deadline_s": 60.0})
+    with start_fresh(plan, sum_beside_one_that_stops) as ranks:
+        for rank, event in enumerate(["summing", "summing", "stopping"]):
+            ranks.wait_for(rank, event)
+        ranks.kill(1, signal.SIGINT)
+        texts = [ranks.wait_for(rank, "released", TOGETHER_S) for rank in (0, 1)]
+    assert texts[0].startswith("AbortedError: rank 1 reports: ")
+    assert "KeyboardInterrupt" in texts[0]
+    assert texts[1].startswith("KeyboardInterrupt")
 
 
 def wait_in_a_sum(comm: Handler, victim: int, size: int) -> str:
@@ -248,9 +292,9 @@ def train_with_a_death(comm: Handler) -> str:
     shapes = line(2)
     module = build(shapes, comm.stage.index)
     if comm.rank == 1:
-        module.register_forward_hook(lambda *_: os.kill(os.getpid(), 9))
+        module.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     runner = PipelineRunner(
-        comm, module, loss=torch.nn.functional.cross_entropy, optimizer=QuickSgd(module)
+        comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)
     )
     try:
         runner.train(make_batches([3] * 50) if comm.stage.index == 0 else None)

@@ -40,8 +40,9 @@ def _run(arguments: list[str]) -> None:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        _search_first(str(Path(sys.argv[0]).resolve().parent))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        script = Path(sys.argv[0]).absolute()  # it may change the directory and ask for __file__
+        _search_first(str(script.resolve().parent))
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def _search_first(folder: str) -> None:

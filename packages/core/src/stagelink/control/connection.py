@@ -85,7 +85,7 @@ class Connection:
         """The socket's descriptor."""
         return self.sock.fileno()
 
-    # -- out -------------------------------------------------------------------------------------
+    # -- out
 
     def send(
         self, header: Header, note: bytes = b"", payload: bytes = b"", fds: Sequence[int] = ()
@@ -170,7 +170,7 @@ class Connection:
             _close_all(chunk.fds)
         self._out.clear()
 
-    # -- in --------------------------------------------------------------------------------------
+    # -- in
 
     def read(self) -> Iterator[Frame]:
         """The frames that have arrived; sets `ended` at the end of the stream. Never blocks.

@@ -95,13 +95,21 @@ class Meeting:
         self._wait_greeted(deadline)
 
     def _wait_greeted(self, deadline: Deadline) -> None:
-        if self._plane.wait(lambda: self._expected <= self.greetings.keys(), deadline):
+        if self._plane.wait(self._greeted, deadline):
             return
         late = ", ".join(str(p) for p in sorted(self._expected - self.greetings.keys()))
         raise ConnectError(
             f"rank {self._plane.rank}: no answer from rank {late} within {deadline.seconds:g} s, "
             "though it had published its address"
         )
+
+    def _greeted(self) -> bool:
+        for connection, peer in self._dialled.items():
+            if connection.fileno() < 0 and peer not in self.greetings:
+                raise ConnectError(
+                    f"rank {self._plane.rank}: rank {peer} hung up before it said HELLO; did it fail?"
+                )
+        return self._expected <= self.greetings.keys()
 
     def _listen_unix(self) -> str:
         if not _UNIX:
@@ -142,6 +150,10 @@ class Meeting:
         connection = self._plane.adopt(sock, lambda c: self._dialled.__setitem__(c, peer))
         connection.send(Header(MessageKind.HELLO), self._hello)
 
+    def _awaits(self, peer: int, dialled: int | None) -> bool:
+        new = peer in self._expected and peer not in self.greetings
+        return new and dialled in (None, peer)
+
     def _on_hello(self, connection: Connection, frame: Frame) -> None:
         fields = decode(frame)
         expected = self._dialled.get(connection)
@@ -150,7 +162,7 @@ class Meeting:
             raise ProtocolError("HELLO without this job's token")
         _check_credentials(connection.sock)
         peer = fields.get("rank")
-        if peer not in self._expected or peer in self.greetings or expected not in (None, peer):
+        if not isinstance(peer, int) or not self._awaits(peer, expected):
             raise ProtocolError(f"HELLO from rank {peer!r}, which is not expected here")
         if expected is None:
             _tune(connection.sock)

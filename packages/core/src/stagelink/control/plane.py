@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import selectors
 import socket
 import threading
@@ -108,18 +109,19 @@ class Plane:
         self._closed = False
         self._process = os.getpid()
         self._forked = False
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.EpollSelector()
+        self._watcher = select.poll()
+        self._watcher.register(self._selector.fileno(), select.POLLIN)
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._on_poke)
-        self.turns = Turns(self._read_turn, self._poke, f"stagelink-reader-{rank}")
+        self.turns = Turns(self._read_turn, self._watch, self._poke, f"stagelink-reader-{rank}")
         self.lock = self.turns.lock
         self.changed = self.turns.changed
         _planes.add(self)
 
     # -- for the upper layers
-    # ----------------------------------------------------------------------
 
     def handle(self, kind: MessageKind, handler: MessageHandler) -> None:
         """Add one kind of message to the table; before connecting."""
@@ -254,9 +256,8 @@ class Plane:
         return self._forked
 
     # -- reading
-    # -----------------------------------------------------------------------------------
 
-    def _read_turn(self, timeout: float | None) -> None:
+    def _read_turn(self, timeout: float) -> None:
         try:
             self._read(timeout)
         except StagelinkError as error:
@@ -271,9 +272,12 @@ class Plane:
             self.fail(stopped)
             raise
 
-    def _read(self, timeout: float | None) -> None:
+    def _watch(self) -> None:
+        self._watcher.poll()
+
+    def _read(self, timeout: float) -> None:
         events = self._selector.select(0)
-        if not events and timeout is not None and self.spin_s:
+        if not events and timeout and self.spin_s:
             until = time.monotonic() + min(self.spin_s, timeout)
             while not events and time.monotonic() < until:
                 events = self._selector.select(0)
@@ -350,11 +354,10 @@ class Plane:
             logger.warning("rank %d: a stranger was refused: %s", self.rank, error)
             self.drop(connection)
             return
-        self.drop(connection)
+        # Not dropped: the peer is still to be told.
         raise ProtocolError(f"rank {self.rank}: from rank {connection.peer}: {error}") from error
 
     # -- death and goodbye
-    # -------------------------------------------------------------------------
 
     def _on_end(self, connection: Connection) -> None:
         """The one place where a death is decided: an end of file without a goodbye."""

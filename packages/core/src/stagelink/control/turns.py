@@ -1,9 +1,9 @@
 """Reading is a role: at any moment at most one thread reads, and it reads for everybody.
 
 A caller that waits for something takes the role, so what it waits for reaches it without a change
-of threads. While no caller waits, a stand-by thread has the role; it comes in only when nobody has
-been at work for a moment, so callers that wait often do not pay for handing the role back and
-forth.
+of threads. While no caller waits, a stand-by thread watches, without the role, and takes a turn when
+something has come; it watches only when nobody has called for a moment, so callers that wait often
+are not disturbed by it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class Turns:
     """Who reads when.
 
     Args:
-        read: reads and dispatches what is there, blocking up to the given seconds (None: without
-            bound) for something to come. Called by one thread at a time, without the lock.
-        poke: makes a blocked ``read`` return.
+        read: reads and dispatches what is there, blocking up to the given seconds for something
+            to come. Called by one thread at a time, without the lock.
+        watch: blocks until there is something to read, and reads nothing.
+        poke: makes a blocked ``read`` or ``watch`` return.
         name: of the stand-by thread.
 
     Attributes:
@@ -40,18 +41,20 @@ class Turns:
 
     def __init__(
         self,
-        read: Callable[[float | None], None],
+        read: Callable[[float], None],
+        watch: Callable[[], None],
         poke: Callable[[], None],
         name: str,
     ) -> None:
         self.lock = threading.RLock()
         self._read = read
+        self._watch = watch
         self._poke = poke
         self._changed = threading.Condition(self.lock)
         self._idle = threading.Condition(self.lock)
         self._waiting = 0
-        self._callers_turn = False
-        self._standbys_turn = False
+        self._turn_taken = False
+        self._caller_reads = False
         self._parked = False
         self._stopped = False
         self._last_call = 0.0
@@ -80,7 +83,7 @@ class Turns:
         with self.lock:
             if self._waiting:
                 self._changed.notify_all()
-            if self._callers_turn:
+            if self._caller_reads:
                 self._poke()
 
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
@@ -104,28 +107,25 @@ class Turns:
         long_from = time.monotonic() + _LONG_S
         while not deadline.passed:
             step = min(deadline.remaining_s, _LOOK_S)
-            if not (self._callers_turn or self._standbys_turn):
-                self._callers_turn = True
-                self._turn(step)
-            else:
-                if self._standbys_turn:
-                    self._poke()
+            if self._turn_taken:
                 self._changed.wait(step)
+            else:
+                self._caller_reads = True
+                self._turn(step)
             if ready():
                 return True
             if self.on_long_wait is not None and time.monotonic() > long_from:
                 self.on_long_wait()
         return False
 
-    def _turn(self, step: float | None) -> None:
+    def _turn(self, step: float) -> None:
+        self._turn_taken = True
         self.lock.release()
         try:
             self._read(step)
         finally:
             self.lock.acquire()
-            if self._callers_turn:
-                self._last_call = time.monotonic()
-            self._callers_turn = self._standbys_turn = False
+            self._turn_taken = self._caller_reads = False
             if self._waiting:
                 self._changed.notify_all()
 
@@ -133,12 +133,20 @@ class Turns:
         with self.lock:
             while not self._stopped:
                 nap = self._last_call + _GRACE_S - time.monotonic()
-                if self._waiting or self._callers_turn:
+                if self._waiting:
                     self._parked = True
                     self._idle.wait()
                     self._parked = False
                 elif nap > 0:
                     self._idle.wait(nap)
                 else:
-                    self._standbys_turn = True
-                    self._turn(None)
+                    self._watch_and_read()
+
+    def _watch_and_read(self) -> None:
+        self.lock.release()
+        try:
+            self._watch()
+        finally:
+            self.lock.acquire()
+        if not (self._waiting or self._turn_taken or self._stopped):
+            self._turn(0.0)

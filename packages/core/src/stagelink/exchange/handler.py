@@ -168,7 +168,6 @@ class Handler:
         self._watch = AbortWatch(self._plane, rendezvous)
 
     # -- connecting
-    # --------------------------------------------------------------------------------
 
     def _connect(self, found: Survey, deadline: Deadline) -> None:
         self._transports = found.transports
@@ -220,7 +219,6 @@ class Handler:
         self._close(Deadline(self.plan.limits.close_deadline_s))
 
     # -- sessions
-    # ----------------------------------------------------------------------------------
 
     def train(
         self,
@@ -310,7 +308,6 @@ class Handler:
         return self._verdicts[microbatches]
 
     # -- all ranks together
-    # ------------------------------------------------------------------------
 
     def reduce(
         self, values: Sequence[float], op: str = "sum", *, deadline_s: float | None = None
@@ -395,7 +392,6 @@ class Handler:
             raise DeadlineError(f"rank {self.rank}: {what}: not done within {seconds:g} s")
 
     # -- the end
-    # -----------------------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
         """Fail this rank and every other with the error's text; returns at once."""

@@ -72,13 +72,14 @@ class Inbox:
         self._last: dict[tuple[int, Direction, int], tuple[int, int]] = {}
 
     def put(self, arrival: Arrival) -> None:
-        """Keep an arrival until it is taken.
+        """Keep an arrival until it is taken; one that was refused is replaced by a better one.
 
         Raises:
             ProtocolError: one with this key is here already.
         """
         key = arrival.key
-        if key in self._arrivals:
+        held = self._arrivals.get(key)
+        if held is not None and held.refusal is None:
             raise ProtocolError(f"rank {arrival.peer} sent {key} of edge {key.edge} twice")
         self._arrivals[key] = arrival
         self._last[key.edge, key.direction, arrival.peer] = (key.session, key.microbatch)

@@ -8,7 +8,7 @@ connection → plane → `InLink` → ``Receiver.begin`` → ``Pending.finish`` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Mail", "Observe", "WayIn", "WayOut"]
 
 _LAST_SESSION = 2**32
+_MAX_TEXT_BYTES = 64 * 1024
 
 Observe = Callable[["EventName", "Link", Key, int, float], None]
 """Tell observers: event, link, key, payload bytes, seconds."""
@@ -83,14 +84,13 @@ class Mail:
         self.ways_in: dict[tuple[int, Direction, int], WayIn] = {}
         self._current = -1
         self._left = -1
-        self._ended: set[tuple[int, int]] = set()
+        self._ended: dict[tuple[int, int], str] = {}
         for kind in (MessageKind.DATA, MessageKind.GRAD, MessageKind.NONE, MessageKind.REFUSED):
             plane.handle(kind, self._on_message)
         plane.handle(MessageKind.CREDIT, self._on_credit)
         plane.handle(MessageKind.END, self._on_end)
 
     # -- sessions
-    # ----------------------------------------------------------------------------------
 
     def enter(self, session: int, window_of: Callable[[Edge], int]) -> None:
         """A session begins: its windows' sizes hold from now on."""
@@ -100,23 +100,34 @@ class Mail:
                 if way.window is not None:
                     way.window.size = window_of(way.edge)
 
-    def leave(self, session: int) -> None:
-        """A session ends: answer what nobody will ask for, tell the peers, wait for nobody."""
+    def leave(self, session: int, owed: Iterable[tuple[int, Key]], why: str) -> None:
+        """A session ends: answer what nobody will ask for, tell the peers, wait for nobody.
+
+        Args:
+            session: its number.
+            owed: producer and key of each message that was received and not answered.
+            why: the error that ended it, for the peers; empty where none did.
+        """
+        if self._plane.forked:
+            return
+        for peer, key in owed:
+            self.post_credit(peer, key)
         with self._plane.lock:
             self._left = session
             dropped = self.inbox.take_session(session)
             for arrival in dropped:
                 arrival.abandoned = True
+            settled = [arrival for arrival in dropped if arrival.settled]
             for way in self.ways_out.values():
                 if way.window is not None:
                     way.window.forget_parked()
-            self._ended = {(s, peer) for s, peer in self._ended if s > session}
+            self._ended = {key: why for key, why in self._ended.items() if key[0] > session}
+        for arrival in settled:
+            self._answer(arrival)
         for arrival in dropped:
-            if arrival.settled:
-                self._answer(arrival)
-            elif arrival.link is not None:
+            if arrival.link is not None:
                 arrival.link.drain()
-        self._tell_end(session)
+        self._tell_end(session, why)
 
     def abandon(self) -> None:
         """The handler is being closed: nobody will ask for what is here, nor for what comes."""
@@ -125,14 +136,15 @@ class Mail:
             for arrival in self.inbox.clear():
                 arrival.abandoned = True
 
-    def _tell_end(self, session: int) -> None:
+    def _tell_end(self, session: int, why: str) -> None:
         links: dict[int, set[OutLink]] = {peer: set() for peer in self._plane.peers}
         for way in self.ways_out.values():
             links[way.peer].add(way.link)
         for peer, outs in links.items():
             header = Header(MessageKind.END, session=session)
             # On its connection the END comes after every header of the session: behind the queues.
-            chain: Callable[[], None] = partial(self._plane.post, peer, header)
+            note = why.encode()[:_MAX_TEXT_BYTES]
+            chain: Callable[[], None] = partial(self._plane.post, peer, header, note)
             for link in outs:
                 chain = partial(link.when_announced, chain)
             chain()
@@ -140,7 +152,7 @@ class Mail:
     def _on_end(self, peer: int, frame: Frame) -> None:
         with self._plane.lock:
             if frame.header.session > self._left:
-                self._ended.add((frame.header.session, peer))
+                self._ended[frame.header.session, peer] = frame.note.decode(errors="replace")
 
     def check_peer(self, peer: int, key: Key, awaited: Callable[[], str]) -> None:
         """Raise if the peer has left the session or closed, so that ``awaited()`` cannot come.
@@ -148,12 +160,15 @@ class Mail:
         Raises:
             PeerClosedError: it has.
         """
-        if peer in self._plane.gone or (key.session, peer) in self._ended:
-            what = "closed" if peer in self._plane.gone else f"left session {key.session}"
-            raise PeerClosedError(f"rank {self._plane.rank}: peer rank {peer} {what}; {awaited()}")
+        why = self._ended.get((key.session, peer))
+        if why is None and peer not in self._plane.gone:
+            return
+        what = "closed" if peer in self._plane.gone else f"left session {key.session}"
+        raise PeerClosedError(
+            f"rank {self._plane.rank}: peer rank {peer} {what}{why or ''}; {awaited()}"
+        )
 
     # -- out
-    # ---------------------------------------------------------------------------------------
 
     def send(
         self,
@@ -225,14 +240,14 @@ class Mail:
     def _park(self, way: WayOut, window: Window, key: Key, job: SendJob, *, copy: bool) -> None:
         if copy and job.payload is not None:
             job.payload = job.payload.clone()
-
-        def start() -> None:
-            with self._plane.lock:
-                window.admit(key.session, key.microbatch)
-            self._start(way, key, job, copy=False)
-
+        start = partial(self._start, way, key, job, copy=False)
         with self._plane.lock:
-            window.park(start)
+            # A place may have come free since; then nobody would start what is parked now.
+            place = self._place_now(way, window, key)
+            if not place:
+                window.park(key.session, key.microbatch, start)
+        if place:
+            start()
 
     def _start(self, way: WayOut, key: Key, job: SendJob, *, copy: bool) -> None:
         payload = job.payload
@@ -276,7 +291,7 @@ class Mail:
             edge=key.edge,
             microbatch=key.microbatch,
         )
-        self._plane.post(way.peer, header, text.encode()[: 64 * 1024])
+        self._plane.post(way.peer, header, text.encode()[:_MAX_TEXT_BYTES])
 
     def release(self, way: WayOut, session: int, microbatch: int) -> None:
         """A message is answered: free its place, and start what was parked for it."""
@@ -295,7 +310,6 @@ class Mail:
         self.release(way, header.session, header.microbatch)
 
     # -- in
-    # ----------------------------------------------------------------------------------------
 
     def _on_message(self, peer: int, frame: Frame) -> None:
         header = frame.header
@@ -335,31 +349,34 @@ class Mail:
         """A transport has finished an arrival; on whichever thread finished it."""
         with self._plane.lock:
             arrival.settled = True
-        if arrival.abandoned:
+            abandoned = arrival.abandoned
+        if abandoned:
             self._answer(arrival)
         self._plane.changed()
 
     def _answer(self, arrival: Arrival) -> None:
         """Answer a message that nobody asked for, so that its sender's window recovers."""
-        key, header = arrival.key, arrival.header
+        key = arrival.key
         arrival.payload = None
         if arrival.refusal is not None:
             return
         if key.direction is Direction.BACKWARD:
             way = self.ways_out[key.edge, Direction.FORWARD, arrival.peer]
             self.release(way, key.session, key.microbatch)
-        elif header.requires_grad:
-            self.post_none(arrival.peer, key)
         else:
+            # Also where a gradient is due: a NONE would be taken for one, a CREDIT frees the place.
             self.post_credit(arrival.peer, key)
 
     def post_credit(self, peer: int, key: Key) -> None:
-        """Answer a message without gradient."""
-        self._plane.post(peer, _answer_header(MessageKind.CREDIT, key))
-
-    def post_none(self, peer: int, key: Key) -> None:
-        """Answer a message that takes a gradient with: there is none."""
-        self._plane.post(peer, _answer_header(MessageKind.NONE, key))
+        """Free the place of a message whose gradient, if it takes one, will not come."""
+        header = Header(
+            MessageKind.CREDIT,
+            Direction.BACKWARD,
+            session=key.session,
+            edge=key.edge,
+            microbatch=key.microbatch,
+        )
+        self._plane.post(peer, header)
 
     def receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:
         """Wait for one message and take it.
@@ -457,13 +474,3 @@ def _tensor_of(payload: bytes) -> torch.Tensor:
     if not payload:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-
-
-def _answer_header(kind: MessageKind, key: Key) -> Header:
-    return Header(
-        kind,
-        Direction.BACKWARD,
-        session=key.session,
-        edge=key.edge,
-        microbatch=key.microbatch,
-    )

@@ -81,20 +81,23 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         if self.open:
-            self.leave()
+            self._leave("" if error is None else f" after {type(error).__name__}: {error}")
 
     def leave(self) -> None:
-        """End the session on this rank: answer what was not asked for and tell the peers."""
+        """End the session on this rank: free what was not answered and tell the peers."""
+        self._leave("")
+
+    def _leave(self, why: str) -> None:
         self.open = False
+        owed = []
         for edge, microbatch in self._owed:
             source = self._plan.stages[self._plan.edges[edge].source]
-            key = Key(self.number, edge, Direction.BACKWARD, microbatch)
-            self._mail.post_none(rank_for(source, microbatch), key)
+            key = Key(self.number, edge, Direction.FORWARD, microbatch)
+            owed.append((rank_for(source, microbatch), key))
         self._owed.clear()
-        self._mail.leave(self.number)
+        self._mail.leave(self.number, owed, why)
 
     # -- activations
-    # -------------------------------------------------------------------------------
 
     def send(
         self,
@@ -172,7 +175,6 @@ class Session:
         )
 
     # -- gradients
-    # ---------------------------------------------------------------------------------
 
     def send_grad(
         self,
@@ -245,7 +247,6 @@ class Session:
         return RecvHandle(ready, partial(self._recv_backward, keys))
 
     # -- inside
-    # ------------------------------------------------------------------------------------
 
     def _send_forward(
         self,
@@ -338,7 +339,6 @@ class Session:
         self._mail.wait_sent(ready, self._deadline(deadline_s))
 
     # -- whose is it
-    # -------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if not self.open:

@@ -11,8 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 __all__ = ["Window"]
+
+
+class _Parked(NamedTuple):
+    session: int
+    microbatch: int
+    start: Callable[[], None]
 
 
 class Window:
@@ -25,7 +32,7 @@ class Window:
     def __init__(self) -> None:
         self.size = 1
         self._outstanding: dict[tuple[int, int], None] = {}
-        self._parked: deque[Callable[[], None]] = deque()
+        self._parked: deque[_Parked] = deque()
 
     @property
     def open(self) -> bool:
@@ -36,15 +43,19 @@ class Window:
         """Take a place."""
         self._outstanding[session, microbatch] = None
 
-    def park(self, start: Callable[[], None]) -> None:
-        """Keep a message that found the window full; ``start`` admits and begins it."""
-        self._parked.append(start)
+    def park(self, session: int, microbatch: int, start: Callable[[], None]) -> None:
+        """Keep a message that found the window full; ``start`` begins it."""
+        self._parked.append(_Parked(session, microbatch, start))
 
     def release(self, session: int, microbatch: int) -> list[Callable[[], None]]:
-        """Free a place, and return the parked messages that may start now."""
+        """Free a place; what to call now for the parked messages that got one."""
         self._outstanding.pop((session, microbatch), None)
-        room = self.size - len(self._outstanding)
-        return [self._parked.popleft() for _ in range(min(max(room, 0), len(self._parked)))]
+        starts = []
+        while self._parked and len(self._outstanding) < self.size:
+            parked = self._parked.popleft()
+            self.admit(parked.session, parked.microbatch)
+            starts.append(parked.start)
+        return starts
 
     def forget_parked(self) -> None:
         """Drop what never started: its session was left."""

@@ -155,7 +155,6 @@ class Wiring:
         plane.on_failure(self._on_failure)
 
     # -- choosing
-    # ----------------------------------------------------------------------------------
 
     def routes(self) -> list[tuple[Edge, int, int]]:
         """(edge, source rank, target rank) of every route that begins or ends here."""
@@ -213,7 +212,6 @@ class Wiring:
                 )
 
     # -- building and opening
-    # ----------------------------------------------------------------------
 
     def open(self, transports: Mapping[str, Transport], deadline: Deadline) -> None:
         """Open both directions of every link; the pairs of ranks do so side by side.
@@ -315,7 +313,6 @@ class Wiring:
             end.opened(transport.open_receiver(link, port, deadline))
 
     # -- running and closing
-    # -----------------------------------------------------------------------
 
     def _on_note(self, peer: int, frame: Frame) -> None:
         links = self._numbered.get(peer, [])

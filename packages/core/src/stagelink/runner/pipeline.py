@@ -81,7 +81,7 @@ class PipelineRunner:
         replicated = comm.stage.replicas > 1
         self._sync = ReplicaSync(comm, module, optimizer) if replicated else None
 
-    # -- training ---------------------------------------------------------------------------------
+    # -- training
 
     def train(self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None) -> Summary:
         """Train one epoch: an optimizer step for each batch.
@@ -132,7 +132,7 @@ class PipelineRunner:
         (loss,) = self._results(station.scores, epoch.items, 1)
         return Summary(loss, epoch.items, epoch.batches, seconds, shares)
 
-    # -- evaluation -------------------------------------------------------------------------------
+    # -- evaluation
 
     def evaluate(
         self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None
@@ -160,7 +160,7 @@ class PipelineRunner:
         results = self._results(station.scores, epoch.items, len(names))
         return dict(zip(names, results, strict=True))
 
-    # -- state ------------------------------------------------------------------------------------
+    # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this stage's module and optimizer; alike on all its replicas."""
@@ -193,7 +193,7 @@ class PipelineRunner:
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- inside
 
     def _scores(self, metrics: Mapping[str, Metric]) -> Scores | None:
         if self._loss is None or not self._names.last:

@@ -110,7 +110,7 @@ class ReplicaGroup:
         others = ", ".join(str(rank) for rank in self._ranks if rank != self._comm.rank)
         return f"{doing} with rank {others}, of the same stage {self._comm.stage.name!r}"
 
-    # -- operations -------------------------------------------------------------------------------
+    # -- operations
 
     def sum(self, buffer: torch.Tensor, scratch: torch.Tensor) -> None:
         """Replace a buffer's values by their sums over the replicas.
@@ -174,7 +174,7 @@ class ReplicaGroup:
                 self._comm.wait(Future(), what, _CAUSE_S)
             raise TransportError(f"rank {self._comm.rank}: {what}: {error}") from error
 
-    # -- the end ----------------------------------------------------------------------------------
+    # -- the end
 
     def drop(self) -> None:
         """Give the group up; an operation under way is broken off. Returns at once."""

@@ -48,7 +48,7 @@ class TransportConformance:
     transport: ClassVar[type[Transport] | str]
     options: ClassVar[Mapping[str, Any]] = {}
 
-    # -- what a subclass gets ----------------------------------------------------------------------
+    # -- what a subclass gets
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -81,7 +81,7 @@ class TransportConformance:
     def _capabilities(self) -> Capabilities:
         return self._class().capabilities
 
-    # -- what it declares --------------------------------------------------------------------------
+    # -- what it declares
 
     def test_declares_what_the_contract_asks_for(self) -> None:
         """Name, version and methods are such that core takes the class."""
@@ -107,7 +107,7 @@ class TransportConformance:
             one = transport.can_connect(link, here, there)
             assert one.ok == transport.can_connect(link, there, here).ok
 
-    # -- values, order, sizes ----------------------------------------------------------------------
+    # -- values, order, sizes
 
     def test_values(self, run: Callable[..., Any]) -> None:
         """Every dtype, shape and layout arrives bit by bit, forward and back."""
@@ -130,7 +130,7 @@ class TransportConformance:
         """Forty edges between two ranks cost no more links than one."""
         run(drivers.opens_many_edges)
 
-    # -- ownership ---------------------------------------------------------------------------------
+    # -- ownership
 
     @pytest.mark.parametrize("size_bytes", [100, 300_000])
     def test_ownership(self, run: Callable[..., Any], size_bytes: int) -> None:
@@ -142,7 +142,7 @@ class TransportConformance:
         """With copy=False the tensor is the caller's again when the handle is done."""
         run(drivers.sends_without_copy, size_bytes)
 
-    # -- faults and close --------------------------------------------------------------------------
+    # -- faults and close
 
     def test_user_error_reaches_the_peer(self, run: Callable[..., Any]) -> None:
         """An exception on one rank ends the other's wait with its text."""

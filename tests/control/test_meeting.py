@@ -1,0 +1,320 @@
+"""Ranks meet by Unix sockets and by TCP; whoever is not one of them is sent away and harms nobody."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import struct
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch.distributed import HashStore
+
+from stagelink.control.meeting import Meeting
+from stagelink.control.plane import Plane, encode
+from stagelink.control.rendezvous import Rendezvous
+from stagelink.errors import ConnectError, DisagreementError
+from stagelink.testing import RankFailedError, run_threads
+from stagelink.transport.contract import Deadline
+from stagelink.transport.header import HEADER_BYTES, VERSION, Header, MessageKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch.distributed import Store
+
+Greeting = dict[str, Any]
+
+
+class Rank:
+    """One rank up to its meeting: what `Handler` has at that moment."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        server: str = "here",
+        judge: Callable[[int, Greeting], None] = lambda peer, greeting: None,
+    ) -> None:
+        self.plane = Plane(rank)
+        self.rendezvous = Rendezvous(store, "run", rank, world_size)
+        greeting = {"name": f"rank {rank}"}
+        self.meeting = Meeting(self.plane, self.rendezvous, greeting, judge, server, "lo")
+        self.others = [other for other in range(world_size) if other != rank]
+        self.plane.start()
+
+    def meet(self, deadline_s: float = 20.0) -> dict[int, Greeting]:
+        self.meeting.meet(self.others, Deadline(deadline_s))
+        return self.meeting.greetings
+
+    def close(self) -> None:
+        self.plane.start_closing()
+        self.plane.close(Deadline(5))
+
+
+@contextmanager
+def ready(*args: Any, **kwargs: Any) -> Iterator[Rank]:
+    rank = Rank(*args, **kwargs)
+    try:
+        yield rank
+    finally:
+        rank.close()
+
+
+def _everybody(count: int) -> list[dict[int, Greeting]]:
+    return [
+        {other: {"name": f"rank {other}"} for other in range(count) if other != rank}
+        for rank in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "servers", [["a"] * 4, ["a", "b", "c", "d"], ["b", "a", "a", "b"]], ids=["unix", "tcp", "both"]
+)
+def test_all_greet_all(servers: list[str]) -> None:
+    families: list[set[int]] = [set() for _ in servers]
+
+    def meet(rank: int, world_size: int, store: Store) -> dict[int, Greeting]:
+        with ready(store, rank, world_size, server=servers[rank]) as me:
+            greetings = me.meet()
+            for peer, connection in me.plane._connections.items():
+                families[rank].add(connection.sock.family)
+                near = servers[peer] == servers[rank]
+                assert connection.sock.family == (socket.AF_UNIX if near else socket.AF_INET)
+            return dict(greetings)
+
+    assert run_threads(meet, 4) == _everybody(4)
+
+
+def test_a_tcp_connection_is_quick_and_watched() -> None:
+    def meet(rank: int, world_size: int, store: Store) -> list[int]:
+        with ready(store, rank, world_size, server=f"server {rank}") as me:
+            me.meet()
+            (connection,) = me.plane._connections.values()
+            option = connection.sock.getsockopt
+            return [
+                option(socket.IPPROTO_TCP, socket.TCP_NODELAY),
+                option(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+            ]
+
+    assert run_threads(meet, 2) == [[1, 1, 10_000]] * 2
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with (
+        ready(HashStore(), 0, 3) as zero,
+        pytest.raises(ConnectError, match=r"rank 0: no answer from rank 1, 2 within 0\.1 s"),
+    ):
+        zero.meet(0.1)
+
+
+def test_a_rank_that_was_there_and_does_not_answer_is_named() -> None:
+    store = HashStore()
+    with ready(store, 1, 2) as one:
+        address = {"server": "here", "wire": VERSION, "address": ""}
+        Rendezvous(store, "run", 0, 2).publish("unix", address)  # and dies before it dials
+        wanted = r"rank 1: no answer from rank 0 within 0\.1 s, though it had published its address"
+        with pytest.raises(ConnectError, match=wanted):
+            one.meet(0.1)
+
+
+def test_an_address_where_nobody_listens() -> None:
+    store = HashStore()
+    with ready(store, 0, 2) as zero:
+        address = {"server": "here", "wire": VERSION, "address": "stagelink-nobody"}
+        Rendezvous(store, "run", 1, 2).publish("unix", address)
+        began = time.monotonic()
+        with pytest.raises(ConnectError, match="rank 0: rank 1 does not answer at '.*nobody'"):
+            zero.meet()
+        assert time.monotonic() - began < 5
+
+
+def test_a_peer_that_hangs_up_before_it_greets_is_not_waited_for() -> None:
+    store = HashStore()
+    with ready(store, 0, 2) as zero, _listening(store, 1) as listener:
+
+        def hang_up() -> None:
+            listener.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(ConnectError, match="rank 0: rank 1 hung up before it said HELLO"):
+            zero.meet()
+        assert time.monotonic() - began < 5
+        thread.join()
+
+
+def test_another_wire_version_is_told_on_both_sides() -> None:
+    store = HashStore()
+    with ready(store, 0, 2) as zero:
+        address = {"server": "here", "wire": VERSION + 1, "address": "stagelink-newer"}
+        Rendezvous(store, "run", 1, 2).publish("unix", address)
+        wanted = rf"rank 0 speaks wire version {VERSION}, rank 1 {VERSION + 1}; install one"
+        with pytest.raises(DisagreementError, match=wanted):
+            zero.meet()
+
+
+def test_a_peer_that_is_refused_hears_why() -> None:
+    def refuse(peer: int, greeting: Greeting) -> None:
+        raise DisagreementError(f"{greeting['name']} is not wanted")
+
+    def meet(rank: int, world_size: int, store: Store) -> str:
+        with ready(store, rank, world_size, **({"judge": refuse} if rank == 0 else {})) as me:
+            with pytest.raises((ConnectError, RuntimeError)) as caught:
+                me.meet()
+                me.plane.wait(lambda: False, Deadline(20))
+            return str(caught.value)
+
+    texts = run_threads(meet, 2)
+    assert texts == ["rank 1 is not wanted", "rank 0 reports: rank 1 is not wanted"]
+
+
+# -- strangers -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _listening(store: Store, rank: int) -> Iterator[socket.socket]:
+    """A false rank that listens where a true one would."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        name = f"stagelink-test-{id(listener)}"
+        listener.bind(f"\0{name}")
+        listener.listen()
+        address = {"server": "here", "wire": VERSION, "address": name}
+        Rendezvous(store, "run", rank, 2).publish("unix", address)
+        yield listener
+
+
+class Burglar:
+    """Loading it from a pickle would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (str(self.path), "w"))
+
+
+def _hello(**fields: Any) -> bytes:
+    note = json.dumps(fields).encode()
+    return Header(MessageKind.HELLO).pack(len(note)) + note
+
+
+def _raw_hello(note: bytes) -> bytes:
+    return Header(MessageKind.HELLO).pack(len(note)) + note
+
+
+STRANGERS = {
+    "nothing": b"",
+    "garbage": bytes(range(256)) * 4,
+    "half a header": b"SLNK" + bytes(10),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(HEADER_BYTES),
+    "no token": _hello(rank=0, greeting={}),
+    "wrong token": _hello(rank=0, token="0" * 32, greeting={}),
+    "token of another type": _hello(rank=0, token=[1], greeting={}),
+    "token that is not ASCII": _hello(rank=0, token="schlüssel", greeting={}),
+    "token that is no text": _raw_hello(b'{"token": "\\ud800"}'),
+    "no object": _raw_hello(b"[]"),
+    "no JSON": _raw_hello(b"{"),
+    "deep JSON": _raw_hello(b"[" * 100_000),
+    "another kind": Header(MessageKind.ABORT).pack(2) + b"{}",
+    "bye": Header(MessageKind.BYE).pack(),
+}
+
+
+def _visit(rendezvous: Rendezvous, wire: bytes) -> None:
+    address = rendezvous.read("unix", [1], Deadline(20))[1]["address"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect(f"\0{address}")
+        sock.sendall(wire)
+        sock.shutdown(socket.SHUT_WR)
+        sock.settimeout(20)
+        try:
+            while sock.recv(4096):
+                pass
+        except ConnectionResetError:
+            return
+
+
+@pytest.mark.parametrize("wire", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_harms_nobody(wire: bytes) -> None:
+    def meet(rank: int, world_size: int, store: Store) -> dict[int, Greeting]:
+        with ready(store, rank, world_size) as me:
+            if rank == 0:
+                _visit(me.rendezvous, wire)
+            greetings = me.meet()
+            if rank == 0:
+                _visit(me.rendezvous, wire)
+            me.plane.check()
+            store.set(f"done {rank}", "")
+            store.wait([f"done {1 - rank}"])
+            return dict(greetings)
+
+    assert run_threads(meet, 2) == _everybody(2)
+
+
+def test_a_pickle_in_place_of_a_header_is_not_loaded(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    pickled = pickle.dumps(Burglar(trap))
+    framed = Header(MessageKind.HELLO).pack(len(pickled)) + pickled
+    for wire in (pickled + bytes(HEADER_BYTES), framed):
+        test_a_stranger_harms_nobody(wire)
+    assert not trap.exists()
+    pickle.loads(pickled).close()  # it is a real one
+    assert trap.exists()
+
+
+def test_a_known_peer_that_greets_twice_is_a_protocol_error() -> None:
+    def meet(rank: int, world_size: int, store: Store) -> str:
+        with ready(store, rank, world_size) as me:
+            with pytest.raises((ConnectionError, RuntimeError)) as caught:
+                me.meet()
+                if rank == 0:
+                    again = encode({"rank": 0, "token": me.rendezvous.token(), "greeting": {}})
+                    me.plane.post(1, Header(MessageKind.HELLO), again)
+                me.plane.wait(lambda: False, Deadline(20))
+            return str(caught.value)
+
+    zero, one = run_threads(meet, 2)
+    assert "HELLO from rank 0, which is not expected here" in one
+    assert "HELLO from rank 0, which is not expected here" in zero
+
+
+@pytest.mark.parametrize("claimed", [2, 7, -1, None, "0", [0]])
+def test_a_rank_that_is_not_expected_is_sent_away(claimed: Any) -> None:
+    def meet(rank: int, world_size: int, store: Store) -> dict[int, Greeting]:
+        with ready(store, rank, world_size) as me:
+            if rank == 0:
+                token = me.rendezvous.token()
+                _visit(me.rendezvous, _hello(rank=claimed, token=token, greeting={}))
+            greetings = dict(me.meet())
+            store.set(f"done {rank}", "")
+            store.wait([f"done {1 - rank}"])
+            return greetings
+
+    assert run_threads(meet, 2) == _everybody(2)
+
+
+def test_a_process_of_another_user_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getuid", lambda: 4711)
+    real = struct.unpack
+    monkeypatch.setattr(
+        "stagelink.control.meeting.struct.unpack",
+        lambda layout, raw: (1, 4712, 0) if layout == "3i" else real(layout, raw),
+    )
+
+    def meet(rank: int, world_size: int, store: Store) -> None:
+        with ready(store, rank, world_size) as me:
+            me.meet(1)
+
+    with pytest.raises(RankFailedError) as caught:
+        run_threads(meet, 2)
+    assert isinstance(caught.value.__cause__, ConnectError)
