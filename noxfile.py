@@ -71,7 +71,8 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "venv", "--clear", str(clean))
     wheels = map(str, Path("dist").glob("*.whl"))
     python = [str(clean / "bin" / "python"), "-I"]  # isolated: not from this folder
-    session.run(*python, "-m", "pip", "install", *CONSTRAINTS, *wheels, external=True)
+    install = ["-m", "pip", "install", "--quiet", *CONSTRAINTS]
+    session.run(*python, *install, *wheels, external=True)
     session.run(*python, ".ci/try_installed.py", external=True)
 
 

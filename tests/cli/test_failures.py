@@ -26,7 +26,8 @@ def fail(tmp_path: Path) -> Fail:
     def make(text: str | None = None, code: int = 1, at: int = 0) -> ProcessFailure:
         path = tmp_path / f"{next(files)}.json"
         if text is not None:
-            note = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(at)}}
+            extra = {"py_callstack": f"Traceback:\n{text}\n", "timestamp": str(at)}
+            note = {"message": text, "extraInfo": extra}
             path.write_text(json.dumps({"message": note}))
         return ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(path))
 
@@ -45,7 +46,7 @@ def test_an_exit_code_is_told(fail: Fail) -> None:
     assert first_failure({2: fail(code=3)}) == "rank 2 ended with exit code 3"
 
 
-@pytest.mark.parametrize("consequence", ["AbortedError", "PeerLostError"])
+@pytest.mark.parametrize("consequence", ["AbortedError", "PeerClosedError", "PeerLostError"])
 @pytest.mark.parametrize(
     ("cause", "code"), [("ValueError: x", 1), (None, -signal.SIGKILL), (None, 3)]
 )
@@ -55,6 +56,12 @@ def test_a_cause_goes_before_its_consequences(
     # The others may well be through first, and times are in whole seconds.
     failures = {0: fail(f"{consequence}: rank 1", at=4), 1: fail(cause, code, at=5)}
     assert first_failure(failures).startswith("rank 1 ")
+
+
+def test_a_consequence_without_its_cause_is_told_with_its_traceback(fail: Fail) -> None:
+    # The cause is on another node, or a rank that ended early without an error.
+    told = first_failure({1: fail("PeerClosedError: rank 0 left")})
+    assert told == "rank 1 failed: Traceback:\nPeerClosedError: rank 0 left"
 
 
 def test_who_was_ended_by_the_launcher_comes_last(fail: Fail) -> None:

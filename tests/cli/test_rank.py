@@ -95,6 +95,7 @@ def test_an_error_is_noted_and_printed_from_the_script_s_first_line_on(
     write(tmp_path, "def work():\n    raise ValueError('boom')\n\nwork()\n")
     assert start("script.py") == 1
     assert note(tmp_path)["message"] == "ValueError: boom"
+    assert "rank.py" not in note(tmp_path)["extraInfo"]["py_callstack"]
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "rank 3: Traceback (most recent call last):"
     assert lines[1] == f'  File "{tmp_path}/script.py", line 4, in <module>'
@@ -111,7 +112,7 @@ def test_a_script_that_is_no_python_says_where(
     assert "rank.py" not in error
 
 
-@pytest.mark.parametrize("name", ["AbortedError", "PeerLostError"])
+@pytest.mark.parametrize("name", ["AbortedError", "PeerClosedError", "PeerLostError"])
 def test_the_failure_of_another_rank_takes_one_line(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

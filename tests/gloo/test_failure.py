@@ -6,6 +6,7 @@ import gc
 import itertools
 import signal
 import threading
+import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -97,6 +98,15 @@ def test_what_an_abort_cleaned_up_raises_when_it_is_finished(twins: Twins) -> No
     _wait_broken(twins[0])
     with pytest.raises(ConnectionError, match="receiving 1 bytes: given up, the connection is"):
         incoming.take()
+
+
+def test_a_deadline_that_has_passed_is_not_waited_for(twins: Twins) -> None:
+    twins[1].only_announce(9)
+    incoming = twins[0].next()
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="1→0 by gloo: receiving 1 bytes: not done within 0 s"):
+        incoming.take(0)
+    assert time.monotonic() - start < 1
 
 
 def test_nothing_begins_after_an_abort(twins: Twins) -> None:

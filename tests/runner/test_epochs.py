@@ -68,12 +68,14 @@ def evaluate(comm: Handler, sizes: list[int], reduction: Any) -> dict[str, float
     return runner.evaluate(own(comm, make_batches(sizes)))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("reduction", "schedule"), [("mean", "1f1b"), ("sum", "gpipe"), ("mean", "forward")]
+)
 def test_evaluation_is_that_of_all_items_on_every_rank(
-    reduction: str, pipeline: Callable[..., Any]
+    reduction: str, schedule: str, pipeline: Callable[..., Any]
 ) -> None:
     sizes = [7, 3, 10]
-    results = pipeline(evaluate, sizes, reduction)
+    results = pipeline(evaluate, sizes, reduction, schedule=schedule)
     together = {
         name: torch.cat([batch[name] for batch in make_batches(sizes)]) for name in ("x", "target")
     }

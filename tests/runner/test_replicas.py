@@ -237,6 +237,18 @@ def test_the_failure_of_one_ends_the_wait_of_the_others(
         assert "ValueError: enough" in text
 
 
+def test_a_sum_after_a_failure_says_what_failed(run: Callable[..., Any]) -> None:
+    def case(comm: Handler) -> str:
+        group = ReplicaGroup(comm)
+        comm.reduce([0.0])
+        comm.abort(ValueError("enough"))
+        with pytest.raises(AbortedError) as caught:
+            group.sum(torch.zeros(2), torch.zeros(2))
+        return str(caught.value)
+
+    assert all("ValueError: enough" in text for text in run(2, case))
+
+
 def sum_beside_one_that_stops(comm: Handler) -> None:
     group = ReplicaGroup(comm)
     if comm.rank == 2:

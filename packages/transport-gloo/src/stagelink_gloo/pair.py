@@ -36,7 +36,7 @@ __all__ = ["Operation", "Pair", "connect"]
 _SPARE_TAG = 2**31 - 1
 _AT_ONCE = timedelta(milliseconds=1)
 _LONGEST_S = 365 * 86400.0
-"""What stands for no deadline: gloo counts in nanoseconds, and 300 years overflow."""
+"""What stands for no deadline: gloo cannot be given infinity."""
 
 _CONNECT_ROUNDS = 5
 """How often gloo waits for the group's time-out before it gives up connecting."""
@@ -214,13 +214,13 @@ def _failure(what: str, deadline: Deadline, error: RuntimeError) -> OSError:
 
 
 def _outlive() -> None:
-    """Keep a forked child from ever destroying a group that it inherited.
+    """Keep a forked child from ever destroying a pair that it inherited.
 
     That would wait for threads that only the parent has, and take the parent's sockets out of the
     event queue that the two share, which ends the parent's process.
     """
     for pair in _pairs:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair._group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair))
 
 
 os.register_at_fork(after_in_child=_outlive)

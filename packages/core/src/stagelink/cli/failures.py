@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.errors import AbortedError, PeerLostError
+from stagelink.errors import AbortedError, PeerClosedError, PeerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["first_failure"]
+__all__ = ["CONSEQUENCES", "first_failure"]
 
-_CONSEQUENCES = tuple(f"{error.__name__}:" for error in (AbortedError, PeerLostError))
+CONSEQUENCES = (AbortedError, PeerClosedError, PeerLostError)
+"""Errors that tell of another rank's failure, or of its end before it was done."""
+
+_NAMES = tuple(f"{error.__name__}:" for error in CONSEQUENCES)
+
+
+class _Note(NamedTuple):
+    """What a rank left: type and text of the exception that ended it, and the traceback."""
+
+    text: str
+    trace: str
+
+    @property
+    def is_consequence(self) -> bool:
+        return self.text.startswith(_NAMES)
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> str:
@@ -30,24 +44,25 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> str:
 
 
 def _order(failure: ProcessFailure) -> tuple[int, int]:
-    text = _recorded(failure)
-    if text is None and failure.exitcode == -signal.SIGTERM:
+    note = _note(failure)
+    if note is None and failure.exitcode == -signal.SIGTERM:
         return 2, failure.timestamp  # the launcher ends so whoever still runs after a failure
-    is_consequence = text is not None and text.startswith(_CONSEQUENCES)
-    return (1 if is_consequence else 0), failure.timestamp
+    return (1 if note and note.is_consequence else 0), failure.timestamp
 
 
 def _words(failure: ProcessFailure) -> str:
-    text = _recorded(failure)
-    if text is not None:
-        return f"failed: {text}"
+    note = _note(failure)
+    if note is not None:
+        # Of a consequence the rank itself prints one line: here, nobody has printed the cause.
+        return f"failed: {note.trace if note.is_consequence else note.text}"
     if failure.exitcode < 0:
         return f"was killed by {failure.signal_name()}"
     return f"ended with exit code {failure.exitcode}"
 
 
-def _recorded(failure: ProcessFailure) -> str | None:
-    """Type and text of the exception that ended the rank, if it left a note of one."""
-    # Torch declares a text, and has the note's mapping here where there is a note.
+def _note(failure: ProcessFailure) -> _Note | None:
+    # Torch declares a text, and has a mapping here where the rank left a note.
     message: object = failure.message
-    return str(message["message"]) if isinstance(message, dict) else None
+    if not isinstance(message, dict):
+        return None
+    return _Note(str(message["message"]), str(message["extraInfo"]["py_callstack"]).rstrip())

@@ -57,15 +57,15 @@ def _tell(error: Exception) -> None:
         get_error_handler,
     )
 
-    from stagelink.errors import AbortedError, PeerLostError  # noqa: PLC0415 - see above
+    from stagelink.cli.failures import CONSEQUENCES  # noqa: PLC0415 - see above
 
+    error.__traceback__ = _from_script(error.__traceback__)
     get_error_handler().record_exception(error)
-    if isinstance(error, AbortedError | PeerLostError):
-        # The rank that failed prints its traceback; that of one that was told of it adds nothing.
+    if isinstance(error, CONSEQUENCES):
+        # The rank that failed prints its traceback, and theirs who were told of it add nothing.
         text = f"{type(error).__name__}: {error}\n"
     else:
-        trace = _from_script(error.__traceback__)
-        text = "".join(traceback.format_exception(type(error), error, trace))
+        text = "".join(traceback.format_exception(error))
     sys.stderr.write(f"rank {os.environ.get('RANK')}: {text}")
     sys.stderr.flush()
 

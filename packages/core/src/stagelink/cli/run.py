@@ -148,7 +148,7 @@ def _launch(args: Namespace) -> None:
 
 def _run(args: Namespace) -> None:
     try:
-        torchrun.run(args)  # type: ignore[no-untyped-call]
+        torchrun.run(args)
     except ChildFailedError as error:
         raise click.ClickException(first_failure(error.failures)) from error
     except SignalException as error:

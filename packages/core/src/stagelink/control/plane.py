@@ -220,7 +220,11 @@ class Plane:
             StagelinkError: the failure, as a fresh exception with the same cause.
             ClosedError: it was closed.
         """
-        self.check_failure()
+        try:
+            self.check_failure()
+        except StagelinkError:
+            self._reported = True
+            raise
         if self._closing:
             raise ClosedError(f"rank {self.rank} is closed")
 
@@ -232,7 +236,6 @@ class Plane:
                 f"{os.getpid()}; connect again here, or start workers by spawn"
             )
         if self.failure is not None:
-            self._reported = True
             raise _again(self.failure) from self.failure.__cause__
 
     def check_here(self, peer: int, awaited: str) -> bool:
@@ -406,27 +409,23 @@ class Plane:
                 "rank": self.rank if origin is None else origin,
                 "text": str(error) if text is None else text,
             }
-            connections = tuple(self._connections.items())
-        for peer, connection in connections:
-            if peer != told_by:
-                connection.send(Header(MessageKind.ABORT), encode(self.cause))
+            # With the lock held: whoever sees the failure may close at once, and then nothing
+            # more is sent.
+            for peer, connection in self._connections.items():
+                if peer != told_by:
+                    connection.send(Header(MessageKind.ABORT), encode(self.cause))
         for callback in self._on_failure:
             callback(error)
         self.changed()
 
-    def blame(self, error: StagelinkError) -> StagelinkError:
+    def blame(self, error: StagelinkError) -> None:
         """Fail with a transport's error, unless reading explains it better within a moment.
 
         A transport often notices first that a peer is gone, but only the end of the peer's
         connection says that it died. Never called on the reading thread.
-
-        Returns:
-            What to raise in the caller's thread.
         """
         self.turns.wait(lambda: self.failure is not None, Deadline(_EXPLAIN_S))
         self.fail(error)
-        self._reported = True
-        return error if self.failure is None else _again(self.failure)
 
     def fail_as_told(self, cause: Mapping[str, Any], told_by: int | None = None) -> None:
         """Fail with the cause of another rank's failure, see `cause`."""

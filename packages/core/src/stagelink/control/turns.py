@@ -21,6 +21,7 @@ __all__ = ["Turns"]
 _GRACE_S = 0.001
 _LOOK_S = 1.0
 _LONG_S = 2.0
+_POKE_AGAIN_S = 0.1
 
 
 class Turns:
@@ -70,9 +71,10 @@ class Turns:
         with self.lock:
             self._stopped = True
             self._idle.notify()
-        self._poke()
-        if self._standby.is_alive() and threading.current_thread() is not self._standby:
-            self._standby.join()
+        # Again and again: a caller that still reads may swallow a poke.
+        while self._standby.is_alive() and threading.current_thread() is not self._standby:
+            self._poke()
+            self._standby.join(_POKE_AGAIN_S)
 
     def touch(self) -> None:
         """A caller is at work and will soon wait: the stand-by need not come in."""

@@ -32,7 +32,7 @@ class SendHandle:
     def __init__(
         self,
         jobs: Sequence[SendJob],
-        wait: Callable[[Callable[[], bool], float | None], None],
+        wait: Callable[[Sequence[SendJob], float | None], None],
     ) -> None:
         self._jobs = jobs
         self._wait = wait
@@ -52,7 +52,7 @@ class SendHandle:
             PeerClosedError: the session was left before the window let it start.
             StagelinkError: the handler failed or was closed.
         """
-        self._wait(self.done, deadline_s)
+        self._wait(self._jobs, deadline_s)
 
 
 class RecvHandle:

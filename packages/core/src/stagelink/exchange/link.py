@@ -148,14 +148,16 @@ class SendJob:
     Attributes:
         header: what it is.
         payload: its bytes, flat uint8; None once nobody needs them, and for a message without.
+        started: whether the window has let it go.
         finished: whether the caller's memory is needed no more.
     """
 
-    __slots__ = ("finished", "header", "payload")
+    __slots__ = ("finished", "header", "payload", "started")
 
     def __init__(self, header: Header, payload: torch.Tensor | None) -> None:
         self.header = header
         self.payload = payload
+        self.started = False
         self.finished = False
 
 

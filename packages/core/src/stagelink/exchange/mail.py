@@ -250,6 +250,7 @@ class Mail:
             start()
 
     def _start(self, way: WayOut, key: Key, job: SendJob, *, copy: bool) -> None:
+        job.started = True
         payload = job.payload
         size_bytes = job.header.payload_bytes
         if payload is None:
@@ -265,7 +266,9 @@ class Mail:
             try:
                 way.link.submit(job, copy=copy)
             except StagelinkError as error:
-                raise self._plane.blame(error) from error
+                self._plane.blame(error)
+                self._plane.check()
+                raise
         way.counters.messages += 1
         way.counters.payload_bytes += size_bytes
         self._event("send", way.link.link, key, size_bytes, 0.0)
@@ -421,7 +424,9 @@ class Mail:
             try:
                 link.drive(deadline)
             except StagelinkError as error:
-                raise self._plane.blame(error) from error
+                self._plane.blame(error)
+                self._plane.check()
+                raise
 
     def _count(
         self, way: WayIn, key: Key, arrival: Arrival, peer_wait_s: float, wire_wait_s: float

@@ -65,12 +65,13 @@ class Openings:
                 learned = next(iter(self._theirs[session].values()))
             microbatches, items = learned.microbatches, learned.items if items is None else items
         mine = Opening(mode, microbatches, items)
+        note = encode(mine._asdict())
+        # First of all: a peer that disagrees must hear it before it hears that this rank failed.
+        for peer in self._plane.peers:
+            self._plane.post(peer, Header(MessageKind.OPEN, session=session), note)
         with self._plane.lock:
             self._mine[session] = mine
             heard = dict(self._theirs[session])
-        note = encode(mine._asdict())
-        for peer in self._plane.peers:
-            self._plane.post(peer, Header(MessageKind.OPEN, session=session), note)
         for peer, theirs in heard.items():
             try:
                 self._compare(session, mine, peer, theirs)

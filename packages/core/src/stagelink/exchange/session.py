@@ -326,15 +326,13 @@ class Session:
         limits = self._limits
         return Deadline(limits.deadline_s if self._had_message else limits.first_deadline_s)
 
-    def _wait_sent(self, done: Callable[[], bool], deadline_s: float | None) -> None:
+    def _wait_sent(self, jobs: Sequence[SendJob], deadline_s: float | None) -> None:
         def ready() -> bool:
-            if done():
-                return True
-            if not self.open:
+            if not self.open and not all(job.started for job in jobs):
                 raise PeerClosedError(
                     f"rank {self._rank}: session {self.number} was left before the send"
                 )
-            return False
+            return all(job.finished for job in jobs)
 
         self._mail.wait_sent(ready, self._deadline(deadline_s))
 
@@ -373,13 +371,15 @@ class Session:
     def _outgoing(self, name: str, microbatch: int) -> list[WayOut]:
         edges = self._edges(self._plan.outputs(self._stage.index), name, "produces")
         self._check_mine(microbatch)
-        if (edges[0].index, microbatch) in self._sent:
+        # Where one of several consumers left no place, a second try is for that one only.
+        unsent = [edge for edge in edges if (edge.index, microbatch) not in self._sent]
+        if not unsent:
             raise UsageError(
                 f"rank {self._rank}: {name!r} of microbatch {microbatch} was sent before"
             )
         return [
             self._mail.ways_out[edge.index, Direction.FORWARD, self._consumer(edge, microbatch)]
-            for edge in edges
+            for edge in unsent
         ]
 
     def _consumer(self, edge: Edge, microbatch: int) -> int:
@@ -395,7 +395,7 @@ class Session:
     def _gradient_keys(self, name: str, microbatch: int) -> list[tuple[WayIn, Key]]:
         edges = self._edges(self._plan.outputs(self._stage.index), name, "produces")
         self._check_mine(microbatch)
-        if (edges[0].index, microbatch) not in self._sent:
+        if any((edge.index, microbatch) not in self._sent for edge in edges):
             raise UsageError(
                 f"rank {self._rank}: {name!r} of microbatch {microbatch} was not sent in this "
                 "session, so no gradient comes back for it"

@@ -71,7 +71,7 @@ class Passage:
     def _forward(self, microbatch: int) -> None:
         tensors = self._take(microbatch)
         # Before the module, which may ask for a gradient of its input for purposes of its own.
-        owing = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
+        owing = {n: t for n, t in tensors.items() if t is not None}
         with self._clock.computing:
             outputs = stage.forward(
                 self._station.module,
@@ -81,7 +81,7 @@ class Passage:
                 self._items(microbatch),
             )
         if self._session.mode == "train":
-            self._kept[microbatch] = _Kept({} if self._batch else owing, outputs)
+            self._kept[microbatch] = _Kept(owing if self._batch is None else {}, outputs)
         for name in self._names.produces:
             with self._clock.sending:
                 self._session.send(name, outputs[name], microbatch)

@@ -155,9 +155,11 @@ class ReplicaGroup:
                 )
 
     def _run(self, doing: str, start: Callable[[Any], Any]) -> None:
-        what = self._what(doing)
+        what, group = self._what(doing), self._group
+        if group is None:
+            raise self._broken(what, "the group was dropped")
         self._working = True
-        work = self._by_gloo(what, partial(start, self._group))
+        work = self._by_gloo(what, partial(start, group))
         try:
             self._comm.wait(work.get_future(), what, self._deadline_s)
             self._by_gloo(what, work.wait)
@@ -169,10 +171,13 @@ class ReplicaGroup:
         try:
             return call()
         except RuntimeError as error:
-            # Gloo tells of a closed connection at once, the control plane soon tells why.
-            with suppress(DeadlineError):
-                self._comm.wait(Future(), what, _CAUSE_S)
-            raise TransportError(f"rank {self._comm.rank}: {what}: {error}") from error
+            raise self._broken(what, str(error)) from error
+
+    def _broken(self, what: str, text: str) -> TransportError:
+        # Gloo knows at once that a connection is closed, the control plane soon knows why.
+        with suppress(DeadlineError):
+            self._comm.wait(Future(), what, _CAUSE_S)
+        return TransportError(f"rank {self._comm.rank}: {what}: {text}")
 
     # -- the end
 

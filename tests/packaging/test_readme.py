@@ -1,0 +1,43 @@
+"""What the README shows is true."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import stagelink
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def test_the_plan_is_read_and_verified() -> None:
+    (text,) = blocks("toml")
+    plan = stagelink.Plan.from_dict(tomllib.loads(text))
+    assert stagelink.verify(plan).problem is None
+
+
+def test_the_code_is_python_and_its_names_exist() -> None:
+    shown = blocks("python")
+    assert shown
+    for text in shown:
+        compile(text, "README.md", "exec")
+        for name in re.findall(r"stagelink\.(\w+)", text):
+            assert hasattr(stagelink, name)
+
+
+def test_every_package_and_its_folder_is_listed() -> None:
+    for folder in (ROOT / "packages").iterdir():
+        assert f"(packages/{folder.name})" in README
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\((?!http)([^)]+)\)", README)
+    assert targets
+    for target in targets:
+        assert (ROOT / target).exists(), target
