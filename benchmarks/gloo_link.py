@@ -10,15 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from measuring import median, record
-from torch.distributed import Store
 
 import stagelink
 from stagelink.testing import RankPool
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 ROUND_TRIP_BYTES = (8, 64, 512, 4096)
 STREAM_BYTES = (1 << 20, 4 << 20, 16 << 20)
@@ -92,7 +95,7 @@ def raw_stream(rank: int, buffers: list[torch.Tensor], count: int) -> None:
 def our_stream(
     comm: stagelink.Handler, buffers: list[torch.Tensor], count: int, *, copy: bool
 ) -> None:
-    """One message after the other; without copies each buffer waits for its message to be through."""
+    """One message after the other; without copies a buffer waits for its message."""
     with comm.evaluate(count) as session:
         handles: list[Any] = [None] * IN_FLIGHT
         for number in range(count):
@@ -133,8 +136,8 @@ def round_trips(rank: int, comm: stagelink.Handler) -> list[dict[str, Any]]:
         plain = tensor.detach().clone()
         raw, ours = [], []
         for _ in range(ROUNDS):
-            raw.append(timed(lambda: raw_round_trips(rank, plain)) / ROUND_TRIPS)
-            ours.append(timed(lambda: our_round_trips(comm, tensor)) / ROUND_TRIPS)
+            raw.append(timed(partial(raw_round_trips, rank, plain)) / ROUND_TRIPS)
+            ours.append(timed(partial(our_round_trips, comm, tensor)) / ROUND_TRIPS)
         rows.append(row("round trip", size_bytes, "", raw, ours))
     return rows
 
@@ -148,13 +151,16 @@ def streams(rank: int, comm: stagelink.Handler) -> list[dict[str, Any]]:
         for copy in (False, True):
             raw, ours = [], []
             for _ in range(ROUNDS):
-                raw.append(timed(lambda: raw_stream(rank, buffers, count)) / count)
-                ours.append(timed(lambda: our_stream(comm, buffers, count, copy=copy)) / count)
+                raw.append(timed(partial(raw_stream, rank, buffers, count)) / count)
+                step = partial(our_stream, comm, buffers, count, copy=copy)
+                ours.append(timed(step) / count)
             rows.append(row("stream", size_bytes, f"copy={copy}", raw, ours))
     return rows
 
 
-def row(kind: str, size_bytes: int, how: str, raw: list[float], ours: list[float]) -> dict[str, Any]:
+def row(
+    kind: str, size_bytes: int, how: str, raw: list[float], ours: list[float]
+) -> dict[str, Any]:
     """One line of the table."""
     return {
         "kind": kind,

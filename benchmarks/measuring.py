@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians of interleaved rounds, and a record of where they were run."""
+"""What the benchmarks share: medians, and a record of where they were run."""
 
 from __future__ import annotations
 

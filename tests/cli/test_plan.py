@@ -194,7 +194,7 @@ def test_another_number_of_microbatches_may_be_asked_for(invoke: Invoke, write: 
 
 def test_a_schedule_that_would_wait_for_ever_is_refused(invoke: Invoke, write: Write) -> None:
     path = write((2, 1), FAST, window=1)
-    result = invoke("plan", path)
+    result = invoke("plan", path, columns=40)  # narrower than the text, which stays whole
     assert result.exit_code == 1
     assert f"Refused: {CIRCLE}" in result.stdout
     assert "Verified" not in result.stdout

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from stagelink.testing.conformance import TransportConformance
 
 
 class TestGloo(TransportConformance):
     transport = "gloo"
-    options = {"interface": "lo"}
+    options: ClassVar[dict[str, Any]] = {"interface": "lo"}

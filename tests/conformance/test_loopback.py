@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from stagelink.testing.conformance import TransportConformance
 
 
@@ -11,4 +13,4 @@ class TestLoopback(TransportConformance):
 
 class TestRendezvous(TransportConformance):
     transport = "loopback"
-    options = {"rendezvous": True}
+    options: ClassVar[dict[str, Any]] = {"rendezvous": True}

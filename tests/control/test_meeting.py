@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.distributed import HashStore
 
+from stagelink.control.fields import encode
 from stagelink.control.meeting import Meeting
-from stagelink.control.plane import Plane, encode
+from stagelink.control.plane import Plane
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.errors import ConnectError, DisagreementError
 from stagelink.testing import RankFailedError, run_threads
@@ -121,7 +122,9 @@ def test_a_rank_that_was_there_and_does_not_answer_is_named() -> None:
     with ready(store, 1, 2) as one:
         address = {"server": "here", "wire": VERSION, "address": ""}
         Rendezvous(store, "run", 0, 2).publish("unix", address)  # and dies before it dials
-        wanted = r"rank 1: no answer from rank 0 within 0\.1 s, though it had published its address"
+        wanted = (
+            r"rank 1: no answer from rank 0 within 0\.1 s, though it had published its address"
+        )
         with pytest.raises(ConnectError, match=wanted):
             one.meet(0.1)
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stagelink.control.connection import Connection, Frame
-from stagelink.control.plane import Plane, decode_text, encode
+from stagelink.control.fields import decode, encode
+from stagelink.control.plane import Plane
 from stagelink.errors import (
     AbortedError,
     ClosedError,
@@ -394,9 +395,9 @@ def test_a_fork_of_a_fork_names_the_process_that_opened(line: Callable[[int], Li
 )
 def test_damaged_fields_are_a_protocol_error(text: bytes) -> None:
     with pytest.raises(ProtocolError, match="damaged message"):
-        decode_text(text)
+        decode(text)
 
 
 def test_fields_come_back() -> None:
     fields = {"rank": 1, "text": "ü\n", "more": [1, None]}
-    assert decode_text(encode(fields)) == fields
+    assert decode(encode(fields)) == fields

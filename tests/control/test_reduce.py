@@ -89,7 +89,9 @@ def test_sum_max_and_min(neighbours: dict[int, tuple[int, ...]]) -> None:
 
 def test_sums_of_floats_are_equal_on_all_ranks_and_in_all_runs() -> None:
     draw = random.Random(7)
-    values = [[draw.uniform(-1, 1) * 10.0 ** draw.randint(-9, 9) for _ in range(50)] for _ in "1234"]
+    values = [
+        [draw.uniform(-1, 1) * 10.0 ** draw.randint(-9, 9) for _ in range(50)] for _ in "1234"
+    ]
 
     def work(rank: int, reducer: Reducer) -> object:
         return reducer.reduce(values[rank], "sum", Deadline(20))
@@ -106,7 +108,9 @@ def test_many_rounds_do_not_mix() -> None:
 
 
 def test_nothing_is_a_value_too() -> None:
-    assert _reduced(LINE, lambda rank, reducer: reducer.reduce([], "sum", Deadline(20))) == [[]] * 3
+    assert (
+        _reduced(LINE, lambda rank, reducer: reducer.reduce([], "sum", Deadline(20))) == [[]] * 3
+    )
 
 
 def test_a_rank_that_does_not_take_part_is_named() -> None:

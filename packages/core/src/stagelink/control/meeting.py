@@ -17,13 +17,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from stagelink.control.plane import Plane, decode, encode
+from stagelink.control.fields import decode, encode
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
 from stagelink.transport.header import VERSION, Header, MessageKind
 from stagelink.transport.host import address_of
 
 if TYPE_CHECKING:
     from stagelink.control.connection import Connection, Frame
+    from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.transport.contract import Deadline
 
@@ -107,7 +108,8 @@ class Meeting:
         for connection, peer in self._dialled.items():
             if connection.fileno() < 0 and peer not in self.greetings:
                 raise ConnectError(
-                    f"rank {self._plane.rank}: rank {peer} hung up before it said HELLO; did it fail?"
+                    f"rank {self._plane.rank}: rank {peer} hung up before it said HELLO; did "
+                    "it fail?"
                 )
         return self._expected <= self.greetings.keys()
 
@@ -155,7 +157,7 @@ class Meeting:
         return new and dialled in (None, peer)
 
     def _on_hello(self, connection: Connection, frame: Frame) -> None:
-        fields = decode(frame)
+        fields = decode(frame.note)
         expected = self._dialled.get(connection)
         token = str(fields.get("token")).encode(errors="replace")
         if not hmac.compare_digest(token, self._token.encode()):

@@ -7,20 +7,18 @@ thread, so they return at once and take `Plane.lock` for what callers look at.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import select
-import selectors
-import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stagelink.control.connection import Connection, Frame
+from stagelink.control.failure import Failure
+from stagelink.control.fields import decode, encode
+from stagelink.control.poller import Poller, readable, writable
 from stagelink.control.turns import Turns
 from stagelink.errors import (
     AbortedError,
@@ -35,7 +33,10 @@ from stagelink.errors import (
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 
-__all__ = ["MessageHandler", "Plane", "decode", "decode_text", "encode"]
+if TYPE_CHECKING:
+    import socket
+
+__all__ = ["MessageHandler", "Plane"]
 
 MessageHandler = Callable[[int, Frame], None]
 """What a kind of message does: called with the peer and the frame, on the reading thread."""
@@ -46,55 +47,23 @@ _EXPLAIN_S = 0.5
 _planes: weakref.WeakSet[Plane] = weakref.WeakSet()
 
 
-def encode(fields: Mapping[str, Any]) -> bytes:
-    """A message's fields as the note of its frame."""
-    return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def decode(frame: Frame) -> dict[str, Any]:
-    """The fields of a frame's note.
-
-    Raises:
-        ProtocolError: it is no JSON object.
-    """
-    return decode_text(frame.note)
-
-
-def decode_text(text: str | bytes) -> dict[str, Any]:
-    """What `encode` made.
-
-    Raises:
-        ProtocolError: it is no JSON object.
-    """
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"damaged message: {error}") from None
-    if not isinstance(fields, dict):
-        raise ProtocolError("damaged message: no object")
-    return fields
-
-
 class Plane:
     """Connections, reading, dispatch, failure and goodbye.
 
     Args:
         rank: this rank.
-        spin_s: seconds that a waiting caller polls before it blocks.
 
     Attributes:
         lock: guards what handlers change and waiting callers look at.
-        failure: what failed this handler, or None.
-        cause: what other ranks are told of it: the ``rank`` where it began and its ``text``.
         gone: peers that said goodbye.
+        poller: what is read from.
     """
 
-    def __init__(self, rank: int, spin_s: float = 0.0) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.failure: StagelinkError | None = None
-        self.cause: dict[str, Any] = {}
         self.gone: set[int] = set()
-        self.spin_s = spin_s
+        self.poller = Poller()
+        self._failure = Failure()
         self._connections: dict[int, Connection] = {}
         self._strangers: set[Connection] = set()
         self._listeners: list[socket.socket] = []
@@ -104,19 +73,13 @@ class Plane:
         }
         self._on_hello: Callable[[Connection, Frame], None] | None = None
         self._on_failure: list[Callable[[StagelinkError], None]] = []
-        self._reported = False
         self._closing = False
         self._closed = False
         self._process = os.getpid()
         self._forked = False
-        self._selector = selectors.EpollSelector()
-        self._watcher = select.poll()
-        self._watcher.register(self._selector.fileno(), select.POLLIN)
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, self._on_poke)
-        self.turns = Turns(self._read_turn, self._watch, self._poke, f"stagelink-reader-{rank}")
+        poller = self.poller
+        name = f"stagelink-reader-{rank}"
+        self.turns = Turns(self._read_turn, poller.watch, poller.wake, name)
         self.lock = self.turns.lock
         self.changed = self.turns.changed
         _planes.add(self)
@@ -143,9 +106,7 @@ class Plane:
         """Accept connections on a listening socket, owned from now on."""
         listener.setblocking(False)
         self._listeners.append(listener)
-        self._selector.register(
-            listener, selectors.EVENT_READ, partial(self._on_listener, listener)
-        )
+        self.poller.add(listener, partial(self._on_listener, listener))
 
     def adopt(
         self, sock: socket.socket, known: Callable[[Connection], None] | None = None
@@ -154,14 +115,12 @@ class Plane:
 
         ``known`` is called with the connection before anything is read from it.
         """
-        connection = Connection(sock, self._watch_writes)
+        connection = Connection(sock, self._on_blocked)
         with self.lock:
             self._strangers.add(connection)
         if known is not None:
             known(connection)
-        self._selector.register(
-            sock, selectors.EVENT_READ, partial(self._on_connection, connection)
-        )
+        self.poller.add(sock, partial(self._on_connection, connection))
         return connection
 
     def introduce(self, connection: Connection, peer: int) -> None:
@@ -175,8 +134,7 @@ class Plane:
         """Close a connection and forget it."""
         with self.lock:
             self._strangers.discard(connection)
-            if connection.sock.fileno() >= 0:
-                self._selector.unregister(connection.sock)
+            self.poller.remove(connection.sock)
             connection.close()
 
     @property
@@ -223,7 +181,7 @@ class Plane:
         try:
             self.check_failure()
         except StagelinkError:
-            self._reported = True
+            self._failure.reported = True
             raise
         if self._closing:
             raise ClosedError(f"rank {self.rank} is closed")
@@ -235,8 +193,7 @@ class Plane:
                 f"rank {self.rank} was opened in process {self._process}, this is its fork "
                 f"{os.getpid()}; connect again here, or start workers by spawn"
             )
-        if self.failure is not None:
-            raise _again(self.failure) from self.failure.__cause__
+        self._failure.check()
 
     def check_here(self, peer: int, awaited: str) -> bool:
         """False while the peer is here; for use in a ``ready``.
@@ -250,8 +207,18 @@ class Plane:
 
     def check_reported(self) -> None:
         """Raise a failure that no caller has been told of yet."""
-        if not self._reported:
+        if not self._failure.reported:
             self.check_failure()
+
+    @property
+    def failure(self) -> StagelinkError | None:
+        """What failed this handler, or None."""
+        return self._failure.error
+
+    @property
+    def cause(self) -> Mapping[str, Any]:
+        """What other ranks are told of it: the ``rank`` where it began and its ``text``."""
+        return self._failure.cause
 
     @property
     def forked(self) -> bool:
@@ -260,9 +227,9 @@ class Plane:
 
     # -- reading
 
-    def _read_turn(self, timeout: float) -> None:
+    def _read_turn(self, timeout_s: float) -> None:
         try:
-            self._read(timeout)
+            self.poller.run(timeout_s)
         except StagelinkError as error:
             self.fail(error)
         except Exception as error:
@@ -275,31 +242,6 @@ class Plane:
             self.fail(stopped)
             raise
 
-    def _watch(self) -> None:
-        self._watcher.poll()
-
-    def _read(self, timeout: float) -> None:
-        events = self._selector.select(0)
-        if not events and timeout and self.spin_s:
-            until = time.monotonic() + min(self.spin_s, timeout)
-            while not events and time.monotonic() < until:
-                events = self._selector.select(0)
-        for key, mask in events or self._selector.select(timeout):
-            key.data(mask)
-
-    def _poke(self) -> None:
-        try:
-            self._wake_out.send(b"\0")
-        except (BlockingIOError, OSError):  # full means that a wake-up is under way already
-            return
-
-    def _on_poke(self, mask: int) -> None:
-        del mask
-        try:
-            self._wake_in.recv(4096)
-        except BlockingIOError:
-            return
-
     def _on_listener(self, listener: socket.socket, mask: int) -> None:
         del mask
         try:
@@ -309,27 +251,18 @@ class Plane:
             return
         self.adopt(sock)
 
-    def _watch_writes(self, connection: Connection) -> None:
+    def _on_blocked(self, connection: Connection) -> None:
         with self.lock:
-            if connection.sock.fileno() >= 0:
-                self._selector.modify(
-                    connection.sock,
-                    selectors.EVENT_READ | selectors.EVENT_WRITE,
-                    partial(self._on_connection, connection),
-                )
+            self.poller.watch_writes(connection.sock, wanted=True)
 
     def _on_connection(self, connection: Connection, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE and connection.flush():
+        if writable(mask) and connection.flush():
             with self.lock:
                 # Not if more has been queued meanwhile: that was watched for before this.
                 if connection.flushed:
-                    self._selector.modify(
-                        connection.sock,
-                        selectors.EVENT_READ,
-                        partial(self._on_connection, connection),
-                    )
+                    self.poller.watch_writes(connection.sock, wanted=False)
             self.changed()
-        if mask & selectors.EVENT_READ:
+        if readable(mask):
             try:
                 for frame in connection.read():
                     self._dispatch(connection, frame)
@@ -383,7 +316,7 @@ class Plane:
         self.changed()
 
     def _on_abort(self, peer: int, frame: Frame) -> None:
-        self.fail_as_told(decode(frame), told_by=peer)
+        self.fail_as_told(decode(frame.note), told_by=peer)
 
     def fail(
         self,
@@ -402,13 +335,9 @@ class Plane:
             told_by: the peer that told us, which need not hear it again.
         """
         with self.lock:
-            if self.failure is not None or self._closed:
+            rank = self.rank if origin is None else origin
+            if self._closed or not self._failure.set(error, rank, text or str(error)):
                 return
-            self.failure = error
-            self.cause = {
-                "rank": self.rank if origin is None else origin,
-                "text": str(error) if text is None else text,
-            }
             # With the lock held: whoever sees the failure may close at once, and then nothing
             # more is sent.
             for peer, connection in self._connections.items():
@@ -468,9 +397,9 @@ class Plane:
             self._closed = True
             for connection in (*self._connections.values(), *self._strangers):
                 connection.close()
-            for sock in (*self._listeners, self._wake_in, self._wake_out):
-                sock.close()
-            self._selector.close()
+            for listener in self._listeners:
+                listener.close()
+            self.poller.close()
             _planes.discard(self)
 
     def _after_fork(self) -> None:
@@ -479,17 +408,9 @@ class Plane:
         self.turns.lock = self.lock = threading.RLock()
         for connection in (*self._connections.values(), *self._strangers):
             connection.sock.close()
-        for sock in (*self._listeners, self._wake_in, self._wake_out):
-            sock.close()
-        self._selector.close()
-
-
-def _again(error: StagelinkError) -> StagelinkError:
-    """The same error as a new object: one raised from two threads would mix their tracebacks."""
-    fresh = type(error).__new__(type(error), *error.args)
-    fresh.args = error.args
-    fresh.__dict__.update(error.__dict__)
-    return fresh
+        for listener in self._listeners:
+            listener.close()
+        self.poller.close()
 
 
 def _forget_in_child() -> None:

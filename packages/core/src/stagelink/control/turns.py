@@ -1,9 +1,9 @@
 """Reading is a role: at any moment at most one thread reads, and it reads for everybody.
 
 A caller that waits for something takes the role, so what it waits for reaches it without a change
-of threads. While no caller waits, a stand-by thread watches, without the role, and takes a turn when
-something has come; it watches only when nobody has called for a moment, so callers that wait often
-are not disturbed by it.
+of threads. While no caller waits, a stand-by thread watches, without the role, and takes a turn
+when something has come; it watches only when nobody has called for a moment, so callers that wait
+often are not disturbed by it.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class Handler:
         meeting.meet(self._neighbours[self.rank], deadline)
         ends = {peer: End.from_json(said["end"]) for peer, said in meeting.greetings.items()}
         ends[self.rank] = me
-        self._plane.spin_s = self._spin_s(ends)
+        self._plane.poller.spin_s = self._spin_s(ends)
         self._wiring.agree(ends, found, asker(found, self._plugins.hooks, self.rank), deadline)
         self._wiring.open(found.transports, deadline)
         for link in self._wiring.links:

@@ -367,7 +367,7 @@ class Mail:
             way = self.ways_out[key.edge, Direction.FORWARD, arrival.peer]
             self.release(way, key.session, key.microbatch)
         else:
-            # Also where a gradient is due: a NONE would be taken for one, a CREDIT frees the place.
+            # Also where a gradient is due: a NONE would be taken for it, a CREDIT frees a place.
             self.post_credit(arrival.peer, key)
 
     def post_credit(self, peer: int, key: Key) -> None:

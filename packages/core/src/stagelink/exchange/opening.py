@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from stagelink.control.plane import decode, encode
+from stagelink.control.fields import decode, encode
 from stagelink.errors import DisagreementError, ProtocolError
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
@@ -91,7 +91,7 @@ class Openings:
     def _on_open(self, peer: int, frame: Frame) -> None:
         session = frame.header.session
         try:
-            theirs = Opening(**decode(frame))
+            theirs = Opening(**decode(frame.note))
         except TypeError as error:
             raise ProtocolError(f"damaged OPEN message: {error}") from None
         with self._plane.lock:

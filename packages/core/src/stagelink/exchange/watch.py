@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from stagelink.control.plane import decode_text, encode
+from stagelink.control.fields import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ class AbortWatch:
     def _find(self) -> None:
         text = self._client.failure()
         if text is not None:
-            self._plane.fail_as_told(decode_text(text))
+            self._plane.fail_as_told(decode(text))
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stagelink.control.plane import decode, encode
+from stagelink.control.fields import decode, encode
 from stagelink.errors import (
     ConnectError,
     DisagreementError,
@@ -201,7 +201,7 @@ class Wiring:
 
     def _on_chosen(self, peer: int, frame: Frame) -> None:
         with self.plane.lock:
-            self._theirs[peer] = decode(frame)
+            self._theirs[peer] = decode(frame.note)
 
     def _compare(self, peer: int, mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
         for route in sorted(mine.keys() | theirs.keys()):

@@ -71,7 +71,7 @@ class Passage:
     def _forward(self, microbatch: int) -> None:
         tensors = self._take(microbatch)
         # Before the module, which may ask for a gradient of its input for purposes of its own.
-        owing = {n: t for n, t in tensors.items() if t is not None}
+        owing = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
         with self._clock.computing:
             outputs = stage.forward(
                 self._station.module,

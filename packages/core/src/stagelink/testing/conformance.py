@@ -22,7 +22,8 @@ import pytest
 
 from stagelink.testing import drivers
 from stagelink.testing.drivers import Subject
-from stagelink.testing.ranks import RankPool, run_fresh
+from stagelink.testing.pool import RankPool
+from stagelink.testing.ranks import run_fresh
 from stagelink.testing.threads import run_threads
 from stagelink.transport.contract import Capabilities, Link, Place, Transport, Verdict
 from stagelink.transport.options import parse_options
