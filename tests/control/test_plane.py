@@ -54,9 +54,10 @@ class Line:
         mine, theirs = join(self.planes[one], self.planes[other])
         self.socks |= {(one, other): mine, (other, one): theirs}
 
-    def start(self) -> Line:
+    def start(self, *, but: int | None = None) -> Line:
         for plane in self.planes:
-            plane.start()
+            if plane.rank != but:
+                plane.start()
         return self
 
     def say(self, rank: int, peer: int, note: bytes) -> None:
@@ -72,7 +73,7 @@ class Line:
         return caught.value
 
     def die(self, rank: int) -> None:
-        """End the connections of a rank as its death does: without a word."""
+        """End the connections of a rank that reads nothing as its death does: without a word."""
         for (mine, _), sock in self.socks.items():
             if mine == rank:
                 sock.shutdown(socket.SHUT_RDWR)
@@ -188,7 +189,7 @@ def test_a_death_is_an_end_without_a_goodbye(line: Callable[[int], Line]) -> Non
 
 
 def test_a_death_reaches_every_rank_of_a_line_with_its_name(line: Callable[[int], Line]) -> None:
-    four = line(4).start()
+    four = line(4).start(but=1)
     four.die(1)
     for rank in (0, 2, 3):
         assert "rank 1 died" in str(four.wait_failed(rank))
@@ -268,23 +269,53 @@ def test_a_failure_ends_a_wait_in_another_thread(line: Callable[[int], Line]) ->
     assert time.monotonic() - began < 0.9
 
 
-def test_a_failure_while_a_connection_comes_in(line: Callable[[int], Line]) -> None:
-    """The connections may grow while all are told."""
-    three = line(2)
-    plane = three.planes[0]
-    mine, theirs = socket.socketpair()
-    late = plane.adopt(mine)
-    send = Connection.send
+def test_a_connection_that_comes_in_during_a_failure_is_told_too(
+    line: Callable[[int], Line],
+) -> None:
+    pair = line(2)
+    plane, late, send = pair.planes[0], Plane(7), Connection.send
+    joiners: list[threading.Thread] = []
 
-    def introduce_then_send(self: Connection, *args: object, **kwargs: object) -> None:
-        if late.peer is None:
-            plane.introduce(late, 7)
-        send(self, *args, **kwargs)  # type: ignore[arg-type]
+    def join_then_send(self: Connection, header: Header, *rest: bytes) -> None:
+        if not joiners:
+            joiners.append(threading.Thread(target=join, args=(plane, late)))
+            joiners[0].start()
+            joiners[0].join(0.2)
+        send(self, header, *rest)
 
-    with theirs, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connection, "send", introduce_then_send)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "send", join_then_send)
         plane.fail(StagelinkError("in between"))
-    assert str(three.wait_failed(1)) == "rank 0 reports: in between"
+        joiners[0].join()
+    for told in (pair.planes[1], late):
+        with pytest.raises(AbortedError, match="rank 0 reports: in between"):
+            told.wait(lambda: False, Deadline(LONG))
+    late.close(Deadline(5))
+
+
+def test_a_failure_is_told_before_anybody_can_close(line: Callable[[int], Line]) -> None:
+    pair = line(2)
+    plane, send = pair.planes[0], Connection.send
+    closers: list[threading.Thread] = []
+
+    def close() -> None:
+        with pytest.raises(StagelinkError):
+            plane.wait(lambda: False, Deadline(LONG))
+        plane.start_closing()
+        plane.close(Deadline(5))
+
+    def close_then_send(self: Connection, header: Header, *rest: bytes) -> None:
+        if self is plane._connections[1] and not closers:
+            closers.append(threading.Thread(target=close))
+            closers[0].start()
+            closers[0].join(0.2)
+        send(self, header, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "send", close_then_send)
+        plane.fail(StagelinkError("the cause"))
+    closers[0].join()
+    assert str(pair.wait_failed(1)) == "rank 0 reports: the cause"
 
 
 def test_closed_and_waits_end(line: Callable[[int], Line]) -> None:

@@ -28,7 +28,8 @@ class Source:
         self.reading = threading.Event()
         self._has_read = threading.Condition()
         self._at_once = threading.Lock()
-        self.turns = Turns(self.read, self.poke, "stand-by")
+        self.watched = threading.Event()
+        self.turns = Turns(self.read, self.watch_pipe, self.poke, "stand-by")
 
     def put(self, number: int) -> None:
         os.write(self._in, bytes([number]))
@@ -36,7 +37,11 @@ class Source:
     def poke(self) -> None:
         os.write(self._in, b"\0")
 
-    def read(self, timeout: float | None) -> None:
+    def watch_pipe(self) -> None:
+        self.watched.set()
+        select.select([self._out], [], [])
+
+    def read(self, timeout: float) -> None:
         assert self._at_once.acquire(blocking=False), "two read at once"
         try:
             self.readers.append(threading.current_thread().name)
@@ -107,7 +112,7 @@ def test_without_a_caller_the_stand_by_reads(source: Source) -> None:
 
 def test_a_caller_takes_the_role_from_the_stand_by(source: Source) -> None:
     _started(source)
-    assert source.reading.wait(20)
+    assert source.watched.wait(20)
     thread = _in_thread(source, 1)
     source.put(2)
     source.watch(lambda: "waits 1" in source.readers)
@@ -212,6 +217,22 @@ def test_a_long_wait_is_told_of(source: Source) -> None:
 
 def test_stopping_ends_the_stand_by(source: Source) -> None:
     _started(source)
-    assert source.reading.wait(20)
+    assert source.watched.wait(20)
+    source.turns.stop()
+    assert "stand-by" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_stopping_ends_a_stand_by_whose_poke_another_reader_swallowed(source: Source) -> None:
+    pokes: list[int] = []
+    poke = source.poke
+
+    def swallow_first() -> None:
+        pokes.append(1)
+        if len(pokes) > 1:
+            poke()
+
+    source.turns._poke = swallow_first
+    _started(source)
+    assert source.watched.wait(20)
     source.turns.stop()
     assert "stand-by" not in [thread.name for thread in threading.enumerate()]

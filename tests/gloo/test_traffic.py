@@ -104,13 +104,11 @@ def test_what_has_arrived_is_taken_after_the_deadline_too(twins: tuple[Twin, Twi
 
 
 def test_a_send_is_done_only_when_it_has_been_received(twins: tuple[Twin, Twin]) -> None:
-    pending = twins[0].send(pattern(9))
-    incoming = twins[1].next()
-    with ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(done, pending)
-        assert not sending.done()
-        incoming.take()
-        sending.result()
+    first, second = twins[0].send(pattern(9)), twins[0].send(pattern(9))
+    twins[1].next().take()
+    done(first)
+    with pytest.raises(TimeoutError, match=r"0→1 by gloo: sending: no receipt within 0\.05 s"):
+        second.finish(Deadline(0.05))
 
 
 def test_an_empty_message_is_announced_and_done(twins: tuple[Twin, Twin]) -> None:

@@ -123,7 +123,7 @@ class Alternating(First):
 
 
 def test_none_on_some_replicas_is_zero(pipeline: Pipeline) -> None:
-    sizes = (6, 6, 6)
+    sizes = (6, 6, 6, 6)
     first, last = Alternating(), Last()
     optimizers = [quick_sgd(first), quick_sgd(last)]
     used = []
@@ -136,9 +136,9 @@ def test_none_on_some_replicas_is_zero(pipeline: Pipeline) -> None:
             used.append((x[0, 0] < 0).item())
         for optimizer in optimizers:
             optimizer.step()
-    # One replica each: in the last batch one lacks a gradient that it had before.
-    assert any(used[:6][place % 3] and not used[6 + place % 3] for place in range(6))
-    assert any(used[6:])
+    # In the last batch some replicas lack a gradient that there was before.
+    assert any(used[:-3])
+    assert {*used[-3:]} == {True, False}
     want = [{n: p.grad for n, p in module.named_parameters()} for module in (first, last)]
     found = pipeline.gradients([Alternating, Last], replicas=(3, 1), sizes=sizes)
     check(found, [want[0]] * 3 + [want[1]])

@@ -129,6 +129,8 @@ class Plane:
             self._strangers.discard(connection)
             connection.peer = peer
             self._connections[peer] = connection
+            if self.failure is not None:
+                connection.send(Header(MessageKind.ABORT), encode(self.cause))
 
     def drop(self, connection: Connection) -> None:
         """Close a connection and forget it."""

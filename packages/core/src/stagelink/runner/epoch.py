@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
@@ -23,7 +24,10 @@ __all__ = ["Epoch"]
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
-    monitor_interval = 0  # or a thread that looks after bars would outlive them
+    # Nothing that outlives it: by default a thread looks after bars, and a lock that processes
+    # share guards their output.
+    monitor_interval = 0
+    _lock = threading.RLock()
 
 
 class Epoch:
