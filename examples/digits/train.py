@@ -28,7 +28,7 @@ STEPS = 5
 ALLOWED_DIFFERENCE = 1e-12
 
 
-# -- over four processes --------------------------------------------------------------------------
+# -- over four processes
 
 
 def train_rank(epochs: int, folder: Path) -> None:
@@ -72,7 +72,7 @@ def few_steps(comm: stagelink.Handler) -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
-# -- in one process -------------------------------------------------------------------------------
+# -- in one process
 
 
 def train_alone(batches: Iterable[Batch], dtype: torch.dtype, epochs: int) -> nn.ModuleList:
@@ -98,7 +98,7 @@ def forward(stages: nn.ModuleList, image: torch.Tensor) -> torch.Tensor:
     return image
 
 
-# -- both -----------------------------------------------------------------------------------------
+# -- both
 
 
 def start(epochs: int) -> None:

@@ -59,7 +59,7 @@ def own(comm: Handler, batches: Batches) -> Batches | None:
     return batches if comm.stage.index == 0 else None
 
 
-# -- evaluation -----------------------------------------------------------------------------------
+# -- evaluation
 
 
 def evaluate(comm: Handler, sizes: list[int], reduction: Any) -> dict[str, float]:
@@ -159,7 +159,7 @@ def mean_loss(modules: list[Any], batches: Batches) -> float:
     return total / sum(len(batch["x"]) for batch in batches)
 
 
-# -- training -------------------------------------------------------------------------------------
+# -- training
 
 
 def test_a_sum_is_not_scaled(pipeline: Callable[..., Any]) -> None:
@@ -279,7 +279,7 @@ def test_without_progress_nothing_is_printed(
     assert capfd.readouterr() == ("", "")
 
 
-# -- failures -------------------------------------------------------------------------------------
+# -- failures
 
 
 def test_an_error_in_the_module_reaches_every_rank(pipeline: Callable[..., Any]) -> None:

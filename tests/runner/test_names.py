@@ -47,7 +47,7 @@ def refused(stage: int, forward: Callable[..., Any], plan: Plan = PLAN) -> str:
     return str(caught.value)
 
 
-# -- what goes in ---------------------------------------------------------------------------------
+# -- what goes in
 
 
 def test_a_first_stage_takes_what_its_forward_names() -> None:
@@ -132,7 +132,7 @@ def test_one_stage_is_first_and_last() -> None:
         found.of_batch({"image": ONE})
 
 
-# -- what comes out -------------------------------------------------------------------------------
+# -- what comes out
 
 
 def test_one_tensor_is_the_one_that_the_batch_does_not_bring() -> None:

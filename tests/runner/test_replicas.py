@@ -45,7 +45,7 @@ def run(rank_pool: RankPool) -> Callable[..., list[Any]]:
     return lambda count, case, **tables: ranks.run(alone(count, **tables), case)
 
 
-# -- sums and copies ------------------------------------------------------------------------------
+# -- sums and copies
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
@@ -89,7 +89,7 @@ def test_two_groups_do_not_meet(run: Callable[..., Any]) -> None:
     assert run(2, case) == [[2.0, 2.0, 10.0, 10.0]] * 2
 
 
-# -- what must be alike ---------------------------------------------------------------------------
+# -- what must be alike
 
 
 def train_on(comm: Handler, module: torch.nn.Module) -> str:
@@ -182,7 +182,7 @@ def test_an_epoch_without_batches_copies_nothing(run: Callable[..., Any]) -> Non
     assert run(2, case) == [0, 0]
 
 
-# -- failures -------------------------------------------------------------------------------------
+# -- failures
 
 
 def test_one_that_does_not_come_is_named(run: Callable[..., Any]) -> None:

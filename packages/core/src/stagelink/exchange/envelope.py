@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from stagelink.errors import MessageError
-from stagelink.exchange.link import SendJob
+from stagelink.exchange.out_link import SendJob
 from stagelink.transport.header import Direction, Flag, Header, MessageKind
 from stagelink.transport.payload import dtype_of, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from stagelink.exchange.inbox import Arrival, Key
-    from stagelink.exchange.mail import WayOut
+    from stagelink.exchange.arrival import Arrival, Key
+    from stagelink.exchange.ways import WayOut
     from stagelink.plan import Edge
 
 __all__ = ["check_contract", "check_gradient", "seal", "unseal"]

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from stagelink.exchange.arrival import Key
     from stagelink.exchange.handles import Awaited
-    from stagelink.exchange.inbox import Key
     from stagelink.exchange.opening import Mode
     from stagelink.plan import Edge, Plan, Stage
     from stagelink.schedule import Action
@@ -58,7 +58,7 @@ _MAX_FACTS_BYTES = 64 * 1024 * 1024
 _SPIN_S = 50e-6
 
 
-def connect(  # noqa: PLR0913 - what a launcher knows, each optional
+def connect(
     plan: Plan,
     *,
     rank: int | None = None,
@@ -272,7 +272,7 @@ class Handler:
         trains = mode == "train"
         verdict = self._verified(opening.microbatches, actions) if trains else self._verdict
         windows = verdict.windows if trains else verdict.forward_windows
-        self._mail.enter(number, lambda edge: windows[edge.index])
+        self._mail.enter(lambda edge: windows[edge.index])
         own = actions_for(self.plan, self.rank, opening.microbatches, verdict.warm_up, mode)
         mine = own if actions is None else actions.get(self.rank, ())
         self._session = Session(number, opening, (self.plan, self.rank), self._mail, mine)

@@ -6,62 +6,15 @@ arrival, tags and transports play no part, so receives may come in any order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from stagelink.errors import ProtocolError
-from stagelink.transport.header import Direction
 
 if TYPE_CHECKING:
-    import torch
+    from stagelink.exchange.arrival import Arrival, Key
+    from stagelink.transport.header import Direction
 
-    from stagelink.exchange.link import InLink
-    from stagelink.transport.header import Header
-
-__all__ = ["Arrival", "Inbox", "Key"]
-
-
-class Key(NamedTuple):
-    """What identifies a message between two ranks."""
-
-    session: int
-    edge: int
-    direction: Direction
-    microbatch: int
-
-    def __str__(self) -> str:
-        way = "forward" if self.direction is Direction.FORWARD else "backward"
-        return f"microbatch {self.microbatch} ({way}, session {self.session})"
-
-
-class Arrival:
-    """One message at its receiver.
-
-    Attributes:
-        header: what it is.
-        peer: who sent it.
-        link: the link that carries its payload; None when it came inline or has none.
-        payload: its bytes, flat uint8, once `settled`; None for a NONE or REFUSED message.
-        settled: whether nothing more has to come.
-        refusal: the sender's error in place of a payload, or None.
-        abandoned: nobody will ask for it; it is to be answered and dropped when settled.
-    """
-
-    __slots__ = ("abandoned", "header", "link", "payload", "peer", "refusal", "settled")
-
-    def __init__(self, header: Header, peer: int) -> None:
-        self.header = header
-        self.peer = peer
-        self.link: InLink | None = None
-        self.payload: torch.Tensor | None = None
-        self.settled = False
-        self.refusal: str | None = None
-        self.abandoned = False
-
-    @property
-    def key(self) -> Key:
-        """What it is found by."""
-        header = self.header
-        return Key(header.session, header.edge, header.direction, header.microbatch)
+__all__ = ["Inbox"]
 
 
 class Inbox:

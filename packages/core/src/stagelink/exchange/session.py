@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from stagelink.errors import MessageError, PeerClosedError, UsageError
+from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.envelope import check_contract, check_gradient, seal, unseal
 from stagelink.exchange.handles import RecvHandle, SendHandle
-from stagelink.exchange.inbox import Arrival, Key
-from stagelink.exchange.link import SendJob
+from stagelink.exchange.out_link import SendJob
 from stagelink.schedule import microbatches_of, rank_for
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.exchange.mail import Mail, WayIn, WayOut
+    from stagelink.exchange.mail import Mail
     from stagelink.exchange.opening import Mode, Opening
+    from stagelink.exchange.ways import WayIn, WayOut
     from stagelink.plan import Edge, Limits, Plan, Stage
     from stagelink.schedule import Action
 
@@ -171,7 +172,7 @@ class Session:
         """As `recv`, with a handle to wait on."""
         way, key = self._incoming(name, microbatch)
         return RecvHandle(
-            partial(self._mail.here, way, key), partial(self._recv_forward, way, key)
+            partial(self._mail.into.here, way, key), partial(self._recv_forward, way, key)
         )
 
     # -- gradients
@@ -202,11 +203,11 @@ class Session:
         if like is None:
             self._check_nothing_owed(name, key, gradient)
             return SendHandle((), self._wait_sent)
-        way = self._mail.ways_out[key.edge, Direction.BACKWARD, way_in.peer]
+        way = self._mail.out.ways[key.edge, Direction.BACKWARD, way_in.peer]
         back = key._replace(direction=Direction.BACKWARD)
         job = self._job([way], back, gradient, partial(check_gradient, like))
         del self._owed[key.edge, microbatch]
-        self._mail.send(way, back, job, copy=copy, deadline=None)
+        self._mail.out.send(way, back, job, copy=copy, deadline=None)
         return SendHandle((job,), self._wait_sent)
 
     def isend_grad(
@@ -242,7 +243,7 @@ class Session:
         awaited = [(way, key) for way, key in keys if self._sent[key.edge, microbatch]]
 
         def ready() -> bool:
-            return all(self._mail.here(way, key) for way, key in awaited)
+            return all(self._mail.into.here(way, key) for way, key in awaited)
 
         return RecvHandle(ready, partial(self._recv_backward, keys))
 
@@ -264,7 +265,7 @@ class Session:
         jobs = []
         for way, key in zip(ways, keys, strict=True):
             own = SendJob(job.header._replace(edge=key.edge), job.payload)
-            self._mail.send(way, key, own, copy=copy, deadline=deadline)
+            self._mail.out.send(way, key, own, copy=copy, deadline=deadline)
             self._sent[key.edge, microbatch] = job.header.requires_grad
             jobs.append(own)
         return SendHandle(jobs, self._wait_sent)
@@ -281,7 +282,7 @@ class Session:
         except MessageError as error:
             text = f"rank {self._rank}: {key} of edge {ways[0].edge.name!r}: {error}"
             for way in ways:
-                self._mail.refuse(way, key._replace(edge=way.edge.index), text)
+                self._mail.out.refuse(way, key._replace(edge=way.edge.index), text)
             raise type(error)(text) from error
 
     def _recv_forward(self, way: WayIn, key: Key, deadline_s: float | None) -> torch.Tensor | None:
@@ -289,7 +290,7 @@ class Session:
         if arrival.header.requires_grad:
             self._owed[key.edge, key.microbatch] = arrival.header
         else:
-            self._mail.post_credit(way.peer, key)
+            self._mail.into.post_credit(way.peer, key)
         tensor = unseal(arrival)
         if tensor is not None and arrival.header.requires_grad:
             tensor.requires_grad_()
@@ -303,8 +304,8 @@ class Session:
             if not self._sent[key.edge, key.microbatch]:
                 continue
             gradient = unseal(self._receive(way, key, deadline_s))
-            forward = self._mail.ways_out[key.edge, Direction.FORWARD, way.peer]
-            self._mail.release(forward, self.number, key.microbatch)
+            forward = self._mail.out.ways[key.edge, Direction.FORWARD, way.peer]
+            self._mail.out.release(forward, self.number, key.microbatch)
             if gradient is not None:
                 total = gradient if total is None else total.add_(gradient)
         return total
@@ -315,7 +316,7 @@ class Session:
             raise UsageError(
                 f"rank {self._rank}: {key} of edge {way.edge.name!r} was received before"
             )
-        arrival = self._mail.receive(way, key, self._deadline(deadline_s))
+        arrival = self._mail.into.receive(way, key, self._deadline(deadline_s))
         self._had_message = True
         self._taken.add(key)
         return arrival
@@ -334,7 +335,7 @@ class Session:
                 )
             return all(job.finished for job in jobs)
 
-        self._mail.wait_sent(ready, self._deadline(deadline_s))
+        self._mail.out.wait_sent(ready, self._deadline(deadline_s))
 
     # -- whose is it
 
@@ -378,7 +379,7 @@ class Session:
                 f"rank {self._rank}: {name!r} of microbatch {microbatch} was sent before"
             )
         return [
-            self._mail.ways_out[edge.index, Direction.FORWARD, self._consumer(edge, microbatch)]
+            self._mail.out.ways[edge.index, Direction.FORWARD, self._consumer(edge, microbatch)]
             for edge in unsent
         ]
 
@@ -389,7 +390,7 @@ class Session:
         edge = self._edges(self._plan.inputs(self._stage.index), name, "consumes")[0]
         self._check_mine(microbatch)
         producer = rank_for(self._plan.stages[edge.source], microbatch)
-        way = self._mail.ways_in[edge.index, Direction.FORWARD, producer]
+        way = self._mail.into.ways[edge.index, Direction.FORWARD, producer]
         return way, Key(self.number, edge.index, Direction.FORWARD, microbatch)
 
     def _gradient_keys(self, name: str, microbatch: int) -> list[tuple[WayIn, Key]]:
@@ -402,7 +403,7 @@ class Session:
             )
         return [
             (
-                self._mail.ways_in[e.index, Direction.BACKWARD, self._consumer(e, microbatch)],
+                self._mail.into.ways[e.index, Direction.BACKWARD, self._consumer(e, microbatch)],
                 Key(self.number, e.index, Direction.BACKWARD, microbatch),
             )
             for e in edges

@@ -16,8 +16,9 @@ from stagelink.errors import (
     StagelinkError,
     TransportError,
 )
-from stagelink.exchange.link import InLink, LinkEnd, OutLink
-from stagelink.exchange.mail import Mail, WayIn, WayOut
+from stagelink.exchange.in_link import InLink
+from stagelink.exchange.out_link import OutLink
+from stagelink.exchange.ways import WayIn, WayOut
 from stagelink.exchange.window import Window
 from stagelink.schedule import pairs
 from stagelink.transport.choice import Choice, choose
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
+    from stagelink.exchange.link_end import LinkEnd
+    from stagelink.exchange.mail import Mail
     from stagelink.plan import Edge, Plan
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.choice import Asker
@@ -252,7 +255,7 @@ class Wiring:
             )
         else:
             self._ends[link] = InLink(
-                link, capabilities, self.pool, self._mail.on_settled, self.plane.blame
+                link, capabilities, self.pool, self._mail.into.on_settled, self.plane.blame
             )
         self.counters[link] = LinkCounters()
 
@@ -276,9 +279,9 @@ class Wiring:
         key = (edge.index, direction, peer)
         if isinstance(end, OutLink):
             window = Window() if direction is Direction.FORWARD else None
-            self._mail.ways_out[key] = WayOut(edge, direction, peer, end, window, counters)
+            self._mail.out.ways[key] = WayOut(edge, direction, peer, end, window, counters)
         elif isinstance(end, InLink):
-            self._mail.ways_in[key] = WayIn(edge, direction, peer, end, counters)
+            self._mail.into.ways[key] = WayIn(edge, direction, peer, end, counters)
 
     def _open_pair(
         self,

@@ -1,0 +1,147 @@
+"""The receiving end of one link: begin as soon as the header is in, finish in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagelink.errors import StagelinkError
+    from stagelink.exchange.arrival import Arrival
+    from stagelink.transport.buffers import BufferPool
+    from stagelink.transport.contract import Capabilities, Deadline, Link, Pending, Receiver
+
+__all__ = ["InLink"]
+
+
+class _Received(NamedTuple):
+    pending: Pending
+    arrival: Arrival
+
+
+class _Announced(NamedTuple):
+    arrival: Arrival
+    note: bytes
+    fds: Sequence[int]
+
+
+class InLink(LinkEnd):
+    """The receiving end of one link.
+
+    Args:
+        link: what it connects.
+        capabilities: of its transport.
+        pool: where receive buffers come from.
+        settled: called with each arrival whose payload is complete, on the thread that finished
+            it.
+        fail: called with what went wrong on the worker.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        capabilities: Capabilities,
+        pool: BufferPool,
+        settled: Callable[[Arrival], None],
+        fail: Callable[[StagelinkError], None],
+    ) -> None:
+        super().__init__(f"stagelink-recv-{link.source}-{link.target}-{link.transport}", fail)
+        self.link = link
+        self._receiver: Receiver | None = None
+        self._capabilities = capabilities
+        self._pool = pool
+        self._settled = settled
+        self._queue: deque[_Announced] = deque()
+        self._begun: deque[_Received] = deque()
+        self.unfinished = 0
+        self._finishing = threading.Lock()
+
+    def announced(self, arrival: Arrival, note: bytes, fds: Sequence[int]) -> None:
+        """A header came in; runs on the reading thread, and returns at once.
+
+        Raises:
+            StagelinkError: the transport failed in ``begin``.
+        """
+        with self._lock:
+            self.unfinished += 1
+            self._queue.append(_Announced(arrival, note, fds))
+            self._pump()
+
+    def opened(self, receiver: Receiver) -> None:
+        """The transport's end is there: begin what was held for it."""
+        self._opened(receiver)
+        with self._lock:
+            self._receiver = receiver
+            self._pump()
+
+    @property
+    def finishes_in_caller(self) -> bool:
+        """Whether `drive` does the work, and not a worker."""
+        return self._capabilities.caller_thread
+
+    @property
+    def drivable(self) -> bool:
+        """Whether `drive` has something to finish."""
+        return self._capabilities.caller_thread and bool(self._begun)
+
+    def drive(self, deadline: Deadline) -> None:
+        """Finish the oldest message in the caller's thread, where `finishes_in_caller`."""
+        with self._finishing:
+            if self._begun:
+                self._finish_oldest(deadline)
+
+    def drain(self) -> None:
+        """Nobody will ask for some of what has begun: let the worker finish it."""
+        with self._lock:
+            if self._begun:
+                self._call_worker()
+
+    def _pump(self) -> None:
+        while self._queue and self._receiver and len(self._begun) < self._capabilities.in_flight:
+            self._begin(self._queue.popleft())
+
+    def _begin(self, announced: _Announced) -> None:
+        arrival, note, fds = announced
+        header = arrival.header
+
+        def accept() -> torch.Tensor:
+            arrival.payload = self._pool.take(header.payload_bytes)
+            return arrival.payload
+
+        if self._receiver is None:
+            return
+        try:
+            pending = self._receiver.begin(header, note, fds, accept)
+        except Exception as error:
+            raise mapped(f"receiving on {self.link}", error) from error
+        self._begun.append(_Received(pending, arrival))
+        if not self._capabilities.caller_thread or arrival.abandoned:
+            self._call_worker()
+
+    def _has_work(self) -> bool:
+        return bool(self._begun)
+
+    def _finish_head(self) -> None:
+        with self._finishing:
+            if self._begun:
+                self._finish_oldest(FOREVER)
+
+    def _finish_oldest(self, deadline: Deadline) -> None:
+        pending, arrival = self._begun[0]
+        try:
+            payload = pending.finish(deadline)
+        except Exception as error:
+            raise mapped(f"receiving on {self.link}", error) from error
+        with self._lock:
+            self._begun.popleft()
+            self.unfinished -= 1
+            self._pump()
+        if payload is not None:
+            arrival.payload = payload
+        self._settled(arrival)

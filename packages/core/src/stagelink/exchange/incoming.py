@@ -1,0 +1,224 @@
+"""Messages that come in: announced, received whether asked for or not, kept until asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from stagelink.errors import DeadlineError, ProtocolError, RefusedError, StagelinkError
+from stagelink.exchange.arrival import Arrival, Key
+from stagelink.exchange.inbox import Inbox
+from stagelink.transport.header import Direction, Header, MessageKind
+
+if TYPE_CHECKING:
+    from stagelink.control.connection import Frame
+    from stagelink.control.plane import Plane
+    from stagelink.exchange.outgoing import Outgoing
+    from stagelink.exchange.presence import Presence
+    from stagelink.exchange.ways import Observe, WayIn
+    from stagelink.transport.contract import Deadline
+
+__all__ = ["Incoming"]
+
+
+class Incoming:
+    """What this rank receives.
+
+    Args:
+        plane: this rank's control plane.
+        presence: who can still send something.
+        outgoing: whose windows a gradient that nobody asks for must free.
+        observe: called with each event; None where nobody observes.
+
+    Attributes:
+        inbox: what nobody has asked for yet.
+        ways: by (edge index, direction, peer).
+    """
+
+    def __init__(
+        self, plane: Plane, presence: Presence, outgoing: Outgoing, observe: Observe | None
+    ) -> None:
+        self._plane = plane
+        self._presence = presence
+        self._outgoing = outgoing
+        self._observe = observe
+        self.inbox = Inbox()
+        self.ways: dict[tuple[int, Direction, int], WayIn] = {}
+        for kind in (MessageKind.DATA, MessageKind.GRAD, MessageKind.NONE, MessageKind.REFUSED):
+            plane.handle(kind, self._on_message)
+
+    def drop(self, arrivals: list[Arrival]) -> None:
+        """Answer messages that were taken out of the inbox unread, now or when they are whole."""
+        with self._plane.lock:
+            for arrival in arrivals:
+                arrival.abandoned = True
+            settled = [arrival for arrival in arrivals if arrival.settled]
+        for arrival in settled:
+            self._answer(arrival)
+        for arrival in arrivals:
+            if arrival.link is not None:
+                arrival.link.drain()
+
+    def _on_message(self, peer: int, frame: Frame) -> None:
+        header = frame.header
+        way = self.ways.get((header.edge, header.direction, peer))
+        if way is None:
+            raise ProtocolError(
+                f"rank {peer} sent {header.kind.name} on edge {header.edge}, which does not come "
+                "from it"
+            )
+        arrival = Arrival(header, peer)
+        carried = self._open_envelope(arrival, frame)
+        if carried:
+            arrival.link = way.link
+        with self._plane.lock:
+            arrival.abandoned = header.session <= self._presence.left
+            if not arrival.abandoned:
+                self.inbox.put(arrival)
+        if carried:
+            way.link.announced(arrival, frame.note, frame.fds)
+        elif arrival.abandoned:
+            self._answer(arrival)
+
+    @staticmethod
+    def _open_envelope(arrival: Arrival, frame: Frame) -> bool:
+        """Take what came with the header; True if a transport carries the payload."""
+        header = frame.header
+        if header.kind is MessageKind.REFUSED:
+            arrival.refusal = frame.note.decode(errors="replace")
+        elif header.inline:
+            arrival.payload = _tensor_of(frame.payload)
+        elif header.kind is not MessageKind.NONE:
+            return True
+        arrival.settled = True
+        return False
+
+    def on_settled(self, arrival: Arrival) -> None:
+        """A transport has finished an arrival; on whichever thread finished it."""
+        with self._plane.lock:
+            arrival.settled = True
+            abandoned = arrival.abandoned
+        if abandoned:
+            self._answer(arrival)
+        self._plane.changed()
+
+    def _answer(self, arrival: Arrival) -> None:
+        """Answer a message that nobody asked for, so that its sender's window recovers."""
+        key = arrival.key
+        arrival.payload = None
+        if arrival.refusal is not None:
+            return
+        if key.direction is Direction.BACKWARD:
+            way = self._outgoing.ways[key.edge, Direction.FORWARD, arrival.peer]
+            self._outgoing.release(way, key.session, key.microbatch)
+        else:
+            # Also where a gradient is due: a NONE would be taken for it, a CREDIT frees a place.
+            self.post_credit(arrival.peer, key)
+
+    def post_credit(self, peer: int, key: Key) -> None:
+        """Free the place of a message whose gradient, if it takes one, will not come."""
+        header = Header(
+            MessageKind.CREDIT,
+            Direction.BACKWARD,
+            session=key.session,
+            edge=key.edge,
+            microbatch=key.microbatch,
+        )
+        self._plane.post(peer, header)
+
+    def receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:
+        """Wait for one message and take it.
+
+        Raises:
+            DeadlineError: it did not come.
+            RefusedError: the peer could not send it.
+            PeerClosedError: it can no longer come.
+            StagelinkError: the handler failed or was closed.
+        """
+        began = time.monotonic()
+        self._wait_driving(way, deadline, partial(self._arrived, way, key), key, "nothing came")
+        arrived = time.monotonic()
+        arrival = self.inbox.get(key)
+        if arrival is None:
+            raise ProtocolError(f"two receives at once for {key} of edge {way.edge.name!r}")
+        if not arrival.settled:
+            text = "the payload did not come"
+            self._wait_driving(way, deadline, lambda: arrival.settled, key, text)
+        with self._plane.lock:
+            self.inbox.take(key)
+        if arrival.refusal is not None:
+            raise RefusedError(
+                f"from rank {way.peer}, {key} of edge {way.edge.name!r}: {arrival.refusal}"
+            )
+        self._count(way, key, arrival, arrived - began, time.monotonic() - arrived)
+        return arrival
+
+    def _wait_driving(
+        self, way: WayIn, deadline: Deadline, ready: Callable[[], bool], key: Key, what: str
+    ) -> None:
+        """Wait, and meanwhile finish what the link has begun, if that is the caller's to do.
+
+        Messages before the awaited one must not hold it up: they fill the link.
+        """
+        link = way.link
+        while True:
+            if not self._plane.wait(lambda: ready() or link.drivable, deadline):
+                raise DeadlineError(self._missing(way, key, deadline, what))
+            if ready():
+                return
+            try:
+                link.drive(deadline)
+            except StagelinkError as error:
+                self._plane.blame(error)
+                self._plane.check()
+                raise
+
+    def _count(
+        self, way: WayIn, key: Key, arrival: Arrival, peer_wait_s: float, wire_wait_s: float
+    ) -> None:
+        counters, size_bytes = way.counters, arrival.header.payload_bytes
+        counters.messages += 1
+        counters.payload_bytes += size_bytes
+        counters.peer_wait_s += peer_wait_s
+        counters.wire_wait_s += wire_wait_s
+        if arrival.header.inline:
+            counters.inline_messages += 1
+        if self._observe is not None:
+            self._observe("wait_peer", way.link.link, key, size_bytes, peer_wait_s)
+            self._observe("wait_wire", way.link.link, key, size_bytes, wire_wait_s)
+            self._observe("recv", way.link.link, key, size_bytes, peer_wait_s + wire_wait_s)
+
+    def here(self, way: WayIn, key: Key) -> bool:
+        """Whether a message could be received now without waiting for the peer."""
+        with self._plane.lock:
+            arrival = self.inbox.get(key)
+            return arrival is not None and (arrival.settled or way.link.finishes_in_caller)
+
+    def _arrived(self, way: WayIn, key: Key) -> bool:
+        if self.inbox.get(key) is not None:
+            return True
+        self._presence.check_peer(way.peer, key, partial(self._expected, way, key))
+        return False
+
+    def _expected(self, way: WayIn, key: Key) -> str:
+        last = self.inbox.last_microbatch(key, way.peer)
+        after = "before its first message" if last is None else f"after microbatch {last}"
+        return f"it finished {after}; {key} expected on edge {way.edge.name!r}"
+
+    def _missing(self, way: WayIn, key: Key, deadline: Deadline, what: str) -> str:
+        last = self.inbox.last_microbatch(key, way.peer)
+        before = "nothing yet" if last is None else f"microbatch {last}"
+        return (
+            f"rank {self._plane.rank}: {what} from rank {way.peer} on edge {way.edge.name!r} "
+            f"within {deadline.seconds:g} s; expected {key}, got {before} in this session"
+        )
+
+
+def _tensor_of(payload: bytes) -> torch.Tensor:
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

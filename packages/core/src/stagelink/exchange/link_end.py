@@ -1,0 +1,138 @@
+"""What both ends of a link share inside core: notes, and the thread that finishes messages.
+
+A worker thread finishes in the order of ``begin``; it is started on first use, and not at all where
+nothing is left to finish.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from stagelink.errors import ClosedError, PeerClosedError, StagelinkError, TransportError
+from stagelink.transport.contract import Deadline
+
+if TYPE_CHECKING:
+    from stagelink.transport.contract import Receiver, Sender
+
+__all__ = ["FOREVER", "LinkEnd", "mapped"]
+
+FOREVER = Deadline(float("inf"))
+"""How long a worker may wait: death, abort and close end it, and callers have deadlines of theirs."""
+
+
+class LinkEnd(ABC):
+    """What both ends share: notes, and the worker, started when there is something to finish.
+
+    Attributes:
+        unfinished: how many messages are on their way through this end.
+    """
+
+    unfinished = 0
+
+    def __init__(self, name: str, fail: Callable[[StagelinkError], None]) -> None:
+        self._notes_lock = threading.RLock()
+        self._held_notes: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._end: Sender | Receiver | None = None
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._name = name
+        self._fail = fail
+        self._stopped = False
+        self._given_up = False
+        self._thread: threading.Thread | None = None
+
+    def note(self, note: bytes, fds: Sequence[int]) -> None:
+        """A note from the twin; held until this end is open. Runs on the reading thread."""
+        with self._notes_lock:
+            if self._end is None:
+                self._held_notes.append((note, fds))
+            else:
+                self._end.on_note(note, fds)
+
+    def _opened(self, end: Sender | Receiver) -> None:
+        with self._notes_lock:
+            self._end = end
+            while self._held_notes:
+                end.on_note(*self._held_notes.popleft())
+
+    def abort(self, cause: StagelinkError) -> None:
+        """The handler failed: wake the worker, wherever it is. Returns at once."""
+        with self._notes_lock:
+            end = self._end
+        if end is not None:
+            end.abort(cause)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being finished: what is unfinished will not be."""
+        return self._given_up or not self._has_work()
+
+    def check_open(self) -> None:
+        """Raise if this end is being closed, so that nothing may be waited for on it.
+
+        Raises:
+            ClosedError: it is.
+        """
+        if self._stopped:
+            raise ClosedError(f"{self._name} is being closed")
+
+    def close(self, deadline: Deadline) -> None:
+        """End the worker and give the transport's end back; what is unfinished stays so."""
+        with self._lock:
+            self._stopped = True
+            self._work.notify()
+        if self._has_work():
+            self.abort(ClosedError(f"{self._name} is being closed"))
+        if self._thread is not None:
+            self._thread.join(deadline.remaining_s)
+        if self._end is not None:
+            self._end.close(deadline)
+
+    @abstractmethod
+    def _has_work(self) -> bool:
+        """Whether something has begun; asked with the lock held."""
+
+    @abstractmethod
+    def _finish_head(self) -> None:
+        """Finish the oldest; called without the lock."""
+
+    def _call_worker(self) -> None:
+        """Wake the worker, with the lock held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._work.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._stopped and not self._has_work():
+                    self._work.wait()
+                if self._stopped:
+                    return
+            try:
+                self._finish_head()
+            except (ClosedError, PeerClosedError):
+                # The one who closes reports what was not delivered; nobody else is harmed by it.
+                with self._lock:
+                    self._given_up = True
+                return
+            except StagelinkError as error:
+                self._fail(error)
+                return
+            except Exception as error:
+                self._fail(mapped(self._name, error))
+                return
+
+
+def mapped(what: str, error: BaseException) -> StagelinkError:
+    """A transport's exception as an error of this library's, with the exception as its cause."""
+    if isinstance(error, StagelinkError):
+        return error
+    mapped = TransportError(f"{what}: {type(error).__name__}: {error}")
+    mapped.__cause__ = error
+    return mapped

@@ -1,0 +1,191 @@
+"""The sending end of one link: who begins when, who finishes, and who copies.
+
+One lock makes the order of ``begin`` the order of the headers on the wire. A message that finds
+others queued queues behind them, it never begins past them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from stagelink.errors import StagelinkError
+from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
+from stagelink.transport.contract import FINISHED, Link, Message, Pending
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagelink.transport.buffers import BufferPool
+    from stagelink.transport.contract import Capabilities, Sender
+    from stagelink.transport.header import Header
+
+__all__ = ["OutLink", "SendJob"]
+
+
+class SendJob:
+    """One message on its way out.
+
+    Attributes:
+        header: what it is.
+        payload: its bytes, flat uint8; None once nobody needs them, and for a message without.
+        started: whether the window has let it go.
+        finished: whether the caller's memory is needed no more.
+    """
+
+    __slots__ = ("finished", "header", "payload", "started")
+
+    def __init__(self, header: Header, payload: torch.Tensor | None) -> None:
+        self.header = header
+        self.payload = payload
+        self.started = False
+        self.finished = False
+
+
+class _Begun(NamedTuple):
+    pending: Pending
+    job: SendJob
+
+
+class OutLink(LinkEnd):
+    """The sending end of one link.
+
+    Args:
+        link: what it connects.
+        capabilities: of its transport.
+        announce: sends a header with a note and descriptors to the peer.
+        pool: where copies of payloads come from.
+        changed: called when a job is finished.
+        fail: called with what went wrong on the worker.
+
+    Attributes:
+        unfinished: how many messages are queued or under way.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        capabilities: Capabilities,
+        announce: Callable[[Header, bytes, Sequence[int]], None],
+        pool: BufferPool,
+        changed: Callable[[], None],
+        fail: Callable[[StagelinkError], None],
+    ) -> None:
+        super().__init__(f"stagelink-send-{link.source}-{link.target}-{link.transport}", fail)
+        self.link = link
+        self.unfinished = 0
+        self._sender: Sender | None = None
+        self._capabilities = capabilities
+        self._announce = announce
+        self._pool = pool
+        self._changed = changed
+        self._queue: deque[SendJob | Callable[[], None]] = deque()
+        self._begun: deque[_Begun] = deque()
+
+    def opened(self, sender: Sender) -> None:
+        """The transport's end is there: begin what was queued for it."""
+        self._opened(sender)
+        with self._lock:
+            self._sender = sender
+            self._pump()
+
+    def submit(self, job: SendJob, *, copy: bool) -> None:
+        """Begin a message now or as soon as there is room; waits for nobody.
+
+        Args:
+            job: the message.
+            copy: the caller may overwrite the payload as soon as this returns.
+
+        Raises:
+            StagelinkError: the transport failed in ``begin``; it is for the caller to fail the
+                handler.
+        """
+        if copy and not self._capabilities.copies_on_begin:
+            self._keep_copy(job)
+        with self._lock:
+            self.unfinished += 1
+            if self._queue or not self._begin(job):
+                if copy and self._capabilities.copies_on_begin:
+                    self._keep_copy(job)
+                self._queue.append(job)
+
+    def when_announced(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once all that was submitted so far is announced; perhaps at once."""
+        with self._lock:
+            if self._queue:
+                self._queue.append(action)
+                return
+        action()
+
+    def room(self) -> None:
+        """The transport has room again, or the one before has finished: begin what is queued."""
+        try:
+            with self._lock:
+                self._pump()
+        except StagelinkError as error:
+            self._fail(error)
+
+    @property
+    def dtypes(self) -> frozenset[str] | None:
+        """Names of the only element types that the transport carries; None: every one."""
+        return self._capabilities.dtypes
+
+    def _keep_copy(self, job: SendJob) -> None:
+        if job.payload is not None:
+            job.payload = self._pool.take(job.payload.numel()).copy_(job.payload)
+
+    def _pump(self) -> None:
+        while self._queue:
+            item = self._queue[0]
+            if isinstance(item, SendJob):
+                if not self._begin(item):
+                    return
+                self._queue.popleft()
+            else:
+                self._queue.popleft()
+                item()
+
+    def _begin(self, job: SendJob) -> bool:
+        if self._sender is None or job.payload is None:
+            return False
+        if len(self._begun) >= self._capabilities.in_flight:
+            return False
+        header = job.header
+        message = Message(header, job.payload)
+
+        def announce(note: bytes = b"", fds: Sequence[int] = ()) -> None:
+            self._announce(header, note, fds)
+
+        try:
+            pending = self._sender.begin(message, announce)
+        except Exception as error:
+            raise mapped(f"sending on {self.link}", error) from error
+        if pending is None:
+            return False
+        if pending is FINISHED:
+            self._done(job)
+        else:
+            self._begun.append(_Begun(pending, job))
+            self._call_worker()
+        return True
+
+    def _done(self, job: SendJob) -> None:
+        job.payload = None
+        job.finished = True
+        self.unfinished -= 1
+        self._changed()
+
+    def _has_work(self) -> bool:
+        return bool(self._begun)
+
+    def _finish_head(self) -> None:
+        pending, job = self._begun[0]
+        try:
+            pending.finish(FOREVER)
+        except Exception as error:
+            raise mapped(f"sending on {self.link}", error) from error
+        with self._lock:
+            self._begun.popleft()
+            self._done(job)
+            self._pump()

@@ -1,0 +1,225 @@
+"""Messages on their way out: a place in the window first, then inline or by the link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from stagelink.errors import DeadlineError, ProtocolError, StagelinkError
+from stagelink.transport.header import Direction, Flag, Header, MessageKind
+
+if TYPE_CHECKING:
+    from stagelink.control.connection import Frame
+    from stagelink.control.plane import Plane
+    from stagelink.exchange.arrival import Key
+    from stagelink.exchange.out_link import OutLink, SendJob
+    from stagelink.exchange.presence import Presence
+    from stagelink.exchange.ways import Observe, WayOut
+    from stagelink.exchange.window import Window
+    from stagelink.plan import Edge
+    from stagelink.transport.contract import Deadline
+    from stagelink.transport.events import EventName
+
+__all__ = ["Outgoing"]
+
+_MAX_TEXT_BYTES = 64 * 1024
+
+
+class Outgoing:
+    """What this rank sends.
+
+    Args:
+        plane: this rank's control plane.
+        presence: who can still take it.
+        inline_bytes: payloads up to this size travel in the header's frame.
+        observe: called with each event; None where nobody observes.
+
+    Attributes:
+        ways: by (edge index, direction, peer).
+    """
+
+    def __init__(
+        self, plane: Plane, presence: Presence, inline_bytes: int, observe: Observe | None
+    ) -> None:
+        self._plane = plane
+        self._presence = presence
+        self._inline_bytes = inline_bytes
+        self._observe = observe
+        self.ways: dict[tuple[int, Direction, int], WayOut] = {}
+        plane.handle(MessageKind.CREDIT, self._on_credit)
+
+    def enter(self, window_of: Callable[[Edge], int]) -> None:
+        """A session begins: its windows' sizes hold from now on; with the plane's lock held."""
+        for way in self.ways.values():
+            if way.window is not None:
+                way.window.size = window_of(way.edge)
+
+    def forget_parked(self) -> None:
+        """A session ends: what never started never will; with the plane's lock held."""
+        for way in self.ways.values():
+            if way.window is not None:
+                way.window.forget_parked()
+
+    def tell_end(self, session: int, why: str) -> None:
+        """Tell every peer that this rank has left a session, behind all that it sent in it."""
+        links: dict[int, set[OutLink]] = {peer: set() for peer in self._plane.peers}
+        for way in self.ways.values():
+            links[way.peer].add(way.link)
+        for peer, outs in links.items():
+            header = Header(MessageKind.END, session=session)
+            # On its connection the END comes after every header of the session: behind the queues.
+            note = why.encode()[:_MAX_TEXT_BYTES]
+            chain: Callable[[], None] = partial(self._plane.post, peer, header, note)
+            for link in outs:
+                chain = partial(link.when_announced, chain)
+            chain()
+
+    def send(
+        self,
+        way: WayOut,
+        key: Key,
+        job: SendJob,
+        *,
+        copy: bool,
+        deadline: Deadline | None,
+    ) -> None:
+        """Send one message when the window has a place for it.
+
+        Args:
+            way: where to.
+            key: what it is.
+            job: its header and payload.
+            copy: the caller may overwrite the payload as soon as this returns.
+            deadline: for the place; None: do not wait, start it when a place is free.
+
+        Raises:
+            DeadlineError: no place came free.
+            PeerClosedError: the peer has left the session or closed.
+            StagelinkError: the handler failed or was closed.
+        """
+        self._plane.check()
+        self._plane.turns.touch()
+        window = way.window
+        if window is None:
+            self._start(way, key, job, copy=copy)
+        elif deadline is not None:
+            self._wait_place(way, window, key, deadline)
+            self._start(way, key, job, copy=copy)
+        elif self._place_now(way, window, key):
+            self._start(way, key, job, copy=copy)
+        else:
+            self._park(way, window, key, job, copy=copy)
+
+    def _wait_place(self, way: WayOut, window: Window, key: Key, deadline: Deadline) -> None:
+        if self._place_now(way, window, key):
+            return
+        began = time.monotonic()
+        if not self._plane.wait(partial(self._place_now, way, window, key), deadline):
+            raise DeadlineError(
+                f"rank {self._plane.rank}: no place for {key} of edge {way.edge.name!r} to rank "
+                f"{way.peer} within {deadline.seconds:g} s: the window of {window.size} is taken "
+                f"by microbatches {window.outstanding()}, which rank {way.peer} has not answered; "
+                "is its order of receives the schedule's?"
+            )
+        waited = time.monotonic() - began
+        way.counters.window_wait_s += waited
+        self._event("wait_window", way, key, 0, waited)
+
+    def _place_now(self, way: WayOut, window: Window, key: Key) -> bool:
+        with self._plane.lock:
+            self._presence.check_peer(way.peer, key, partial(self._undelivered, way, window, key))
+            if window.open:
+                window.admit(key.session, key.microbatch)
+                return True
+            return False
+
+    @staticmethod
+    def _undelivered(way: WayOut, window: Window, key: Key) -> str:
+        lost = window.outstanding(key.session)
+        return (
+            f"{key} of edge {way.edge.name!r} was not sent, and {len(lost)} sent before it were "
+            f"not answered{f' (microbatches {lost})' if lost else ''}"
+        )
+
+    def _park(self, way: WayOut, window: Window, key: Key, job: SendJob, *, copy: bool) -> None:
+        if copy and job.payload is not None:
+            job.payload = job.payload.clone()
+        start = partial(self._start, way, key, job, copy=False)
+        with self._plane.lock:
+            # A place may have come free since; then nobody would start what is parked now.
+            place = self._place_now(way, window, key)
+            if not place:
+                window.park(key.session, key.microbatch, start)
+        if place:
+            start()
+
+    def _start(self, way: WayOut, key: Key, job: SendJob, *, copy: bool) -> None:
+        job.started = True
+        payload = job.payload
+        size_bytes = job.header.payload_bytes
+        if payload is None:
+            self._plane.post(way.peer, job.header)
+            job.finished = True
+        elif size_bytes <= self._inline_bytes:
+            header = job.header._replace(flags=job.header.flags | Flag.INLINE)
+            self._plane.post(way.peer, header, payload=payload.numpy().tobytes())
+            job.payload = None
+            job.finished = True
+            way.counters.inline_messages += 1
+        else:
+            try:
+                way.link.submit(job, copy=copy)
+            except StagelinkError as error:
+                self._plane.blame(error)
+                self._plane.check()
+                raise
+        way.counters.messages += 1
+        way.counters.payload_bytes += size_bytes
+        self._event("send", way, key, size_bytes, 0.0)
+
+    def wait_sent(self, ready: Callable[[], bool], deadline: Deadline) -> None:
+        """Block until ``ready``: the memory of what was sent is the caller's again.
+
+        Raises:
+            DeadlineError: it took longer.
+        """
+        if not self._plane.wait(ready, deadline):
+            raise DeadlineError(
+                f"rank {self._plane.rank}: a message was still under way after "
+                f"{deadline.seconds:g} s"
+            )
+
+    def refuse(self, way: WayOut, key: Key, text: str) -> None:
+        """Tell the peer that this message cannot be sent, and why; it takes no place."""
+        header = Header(
+            MessageKind.REFUSED,
+            key.direction,
+            session=key.session,
+            edge=key.edge,
+            microbatch=key.microbatch,
+        )
+        self._plane.post(way.peer, header, text.encode()[:_MAX_TEXT_BYTES])
+
+    def release(self, way: WayOut, session: int, microbatch: int) -> None:
+        """A message is answered: free its place, and start what was parked for it."""
+        if way.window is None:
+            return
+        with self._plane.lock:
+            starts = way.window.release(session, microbatch)
+        for start in starts:
+            start()
+
+    def _on_credit(self, peer: int, frame: Frame) -> None:
+        header = frame.header
+        way = self.ways.get((header.edge, Direction.FORWARD, peer))
+        if way is None:
+            raise ProtocolError(f"a credit for edge {header.edge}, which does not go there")
+        self.release(way, header.session, header.microbatch)
+
+    def _event(
+        self, name: EventName, way: WayOut, key: Key, size_bytes: int, seconds: float
+    ) -> None:
+        if self._observe is not None:
+            self._observe(name, way.link.link, key, size_bytes, seconds)

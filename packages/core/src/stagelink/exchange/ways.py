@@ -1,0 +1,46 @@
+"""One direction of one edge between this rank and one peer, at either end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stagelink.exchange.arrival import Key
+
+if TYPE_CHECKING:
+    from stagelink.exchange.in_link import InLink
+    from stagelink.exchange.out_link import OutLink
+    from stagelink.exchange.window import Window
+    from stagelink.plan import Edge
+    from stagelink.transport.contract import Link
+    from stagelink.transport.events import EventName, LinkCounters
+    from stagelink.transport.header import Direction
+
+__all__ = ["Observe", "WayIn", "WayOut"]
+
+Observe = Callable[["EventName", "Link", Key, int, float], None]
+"""Tell observers: event, link, key, payload bytes, seconds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WayOut:
+    """One direction of an edge towards one peer, at the sending rank."""
+
+    edge: Edge
+    direction: Direction
+    peer: int
+    link: OutLink
+    window: Window | None
+    counters: LinkCounters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WayIn:
+    """One direction of an edge from one peer, at the receiving rank."""
+
+    edge: Edge
+    direction: Direction
+    peer: int
+    link: InLink
+    counters: LinkCounters
