@@ -47,10 +47,12 @@ def train(rank: int, world_size: int, store: Store, plan: stagelink.Plan) -> flo
         for microbatch in session.mine:
             if rank == 0:
                 session.send("hidden", torch.ones(3, requires_grad=True), microbatch)
-                total += float(session.recv_grad("hidden", microbatch).sum())
+                gradient = session.recv_grad("hidden", microbatch)
+                total += 0.0 if gradient is None else float(gradient.sum())
             else:
                 hidden = session.recv("hidden", microbatch)
-                session.send_grad("hidden", 2 * hidden.detach(), microbatch)
+                doubled = None if hidden is None else 2 * hidden.detach()
+                session.send_grad("hidden", doubled, microbatch)
     return total
 
 

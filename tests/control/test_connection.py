@@ -95,7 +95,7 @@ def test_a_stream_cut_anywhere_gives_the_same_frames(
     got: list[Frame] = []
     with closing(theirs), closing(reader.connection):
         for number in range(len(wire)):
-            cut, wire = cuts[number % len(cuts)], wire
+            cut = cuts[number % len(cuts)]
             theirs.sendall(wire[:cut])
             wire = wire[cut:]
             got += reader.read()

@@ -1,4 +1,4 @@
-"""Ranks meet by Unix sockets and by TCP; whoever is not one of them is sent away and harms nobody."""
+"""Ranks meet by Unix sockets and by TCP; strangers are sent away and harm nobody."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_address_where_nobody_listens() -> None:
         address = {"server": "here", "wire": VERSION, "address": "stagelink-nobody"}
         Rendezvous(store, "run", 1, 2).publish("unix", address)
         began = time.monotonic()
-        with pytest.raises(ConnectError, match="rank 0: rank 1 does not answer at '.*nobody'"):
+        with pytest.raises(ConnectError, match=r"rank 0: rank 1 does not answer at '.*nobody'"):
             zero.meet()
         assert time.monotonic() - began < 5
 
@@ -172,10 +172,12 @@ def test_a_peer_that_is_refused_hears_why() -> None:
 
     def meet(rank: int, world_size: int, store: Store) -> str:
         with ready(store, rank, world_size, **({"judge": refuse} if rank == 0 else {})) as me:
-            with pytest.raises((ConnectError, RuntimeError)) as caught:
+            try:
                 me.meet()
                 me.plane.wait(lambda: False, Deadline(20))
-            return str(caught.value)
+            except (ConnectError, RuntimeError) as error:
+                return str(error)
+        return "nothing was raised"
 
     texts = run_threads(meet, 2)
     assert texts == ["rank 1 is not wanted", "rank 0 reports: rank 1 is not wanted"]
@@ -278,13 +280,15 @@ def test_a_pickle_in_place_of_a_header_is_not_loaded(tmp_path: Path) -> None:
 def test_a_known_peer_that_greets_twice_is_a_protocol_error() -> None:
     def meet(rank: int, world_size: int, store: Store) -> str:
         with ready(store, rank, world_size) as me:
-            with pytest.raises((ConnectionError, RuntimeError)) as caught:
+            try:
                 me.meet()
                 if rank == 0:
                     again = encode({"rank": 0, "token": me.rendezvous.token(), "greeting": {}})
                     me.plane.post(1, Header(MessageKind.HELLO), again)
                 me.plane.wait(lambda: False, Deadline(20))
-            return str(caught.value)
+            except (ConnectionError, RuntimeError) as error:
+                return str(error)
+        return "nothing was raised"
 
     zero, one = run_threads(meet, 2)
     assert "HELLO from rank 0, which is not expected here" in one

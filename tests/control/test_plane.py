@@ -335,7 +335,8 @@ def test_waits_that_end_while_the_plane_is_closed(line: Callable[[int], Line]) -
         pair = Line(2).start()
         caught: list[BaseException] = []
         waiters = [
-            threading.Thread(target=lambda: caught.append(pair.wait_failed(0))) for _ in range(3)
+            threading.Thread(target=lambda: caught.append(pair.wait_failed(0)))  # noqa: B023
+            for _ in range(3)
         ]
         for waiter in waiters:
             waiter.start()
@@ -359,7 +360,7 @@ def test_a_stranger_is_dropped_and_harms_nobody(
         with theirs:
             theirs.sendall(bytes_of_a_stranger)
             theirs.settimeout(0.0)
-            pair.planes[0].wait(lambda: mine.fileno() < 0, Deadline(LONG))
+            pair.planes[0].wait(lambda: mine.fileno() < 0, Deadline(LONG))  # noqa: B023
     assert caplog.text.count("a stranger was refused") == 3
     pair.say(0, 1, b"goes on")
     pair.wait_heard(1, 1)

@@ -1,4 +1,4 @@
-"""Places of an edge: never more messages under way than the window has, and nobody is forgotten."""
+"""Places of an edge: never more under way than the window has, and nobody is forgotten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank dies, freezes or fails: every other rank hears of it, with the cause, and leaves nothing."""
+"""A rank dies, freezes or fails: all others hear of it, with the cause, and leave nothing."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def stream(comm: stagelink.Handler, size_bytes: int) -> None:
     for number in range(1_000_000):
         with comm.evaluate(4) as session:
             for microbatch in session.mine:
-                if here == 0:
-                    value = torch.zeros(size_bytes, dtype=torch.uint8)
-                else:
+                value: torch.Tensor | None = torch.zeros(size_bytes, dtype=torch.uint8)
+                if here > 0:
                     value = session.recv(f"h{here - 1}", microbatch)
                 if here < last:
                     session.send(f"h{here}", value, microbatch)
@@ -184,7 +183,7 @@ def test_c080_a_peer_that_goes_on_does_no_damage() -> None:
 
 
 def fork_and_send(comm: stagelink.Handler) -> str:
-    """Rank 0 forks in the middle; the child's calls fail at once, the parent's traffic is right."""
+    """Rank 0 forks in the middle: the child's calls fail at once, the parent's go on."""
     told = ""
     with comm.evaluate(2) as session:
         for microbatch in range(2):

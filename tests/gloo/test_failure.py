@@ -170,6 +170,14 @@ def test_twenty_cycles_leave_nothing(connect: Callable[[], Twins]) -> None:
         assert left_since(before) == (0, 0)
 
 
+def test_a_connection_costs_each_end_one_thread(connect: Callable[[], Twins]) -> None:
+    close(connect())
+    before = holdings()
+    connect()
+    readers = 2
+    assert left_since(before)[0] - readers == 2
+
+
 def test_an_abort_with_messages_under_way_leaves_nothing(connect: Callable[[], Twins]) -> None:
     close(connect())
     before = holdings()
@@ -183,6 +191,7 @@ def test_an_abort_with_messages_under_way_leaves_nothing(connect: Callable[[], T
     assert len(buffers) == 8
     twins[0].fail(ConnectionAbortedError("for a test"))
     close(twins)
+    assert not [thread for thread in threading.enumerate() if "gloo" in thread.name]
     assert left_since(before) == (0, 0)
     del pendings, incoming
     gc.collect()

@@ -12,6 +12,7 @@ import torch
 
 from stagelink.testing import run_threads
 from stagelink.transport.contract import FINISHED, Deadline
+from stagelink_gloo import Gloo, GlooOptions
 from tests.gloo.twin import LONG_S, Twin, exchange, fork_and_go_on, lo, pattern, send_huge
 
 if TYPE_CHECKING:
@@ -131,6 +132,16 @@ def test_a_rank_with_twenty_peers() -> None:
             twin.close()
 
     run_threads(rank, 21)
+
+
+def test_an_interface_of_gloos_own_choice() -> None:
+    def rank(me: int, world_size: int, store: Store) -> None:
+        with Twin(Gloo(GlooOptions()), me, 1 - me, store) as twin:
+            pending = twin.send(pattern(MIB, me))
+            assert torch.equal(twin.next().take(), pattern(MIB, twin.peer))
+            done(pending)
+
+    run_threads(rank, 2)
 
 
 def test_a_forked_child_leaves_the_connection_alone(rank_pool: RankPool) -> None:

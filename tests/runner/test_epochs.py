@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,14 @@ def pipeline(rank_pool: RankPool) -> Callable[..., list[Any]]:
     ranks = Ranks(LOOPBACK, rank_pool)
 
     def run(case: Any, *args: Any, **keys: Any) -> list[Any]:
+        connected = threading.Barrier(3)
+
+        def begin(comm: Handler) -> Any:
+            connected.wait(20.0)  # or a rank that fails at once would fail another's connect
+            return case(comm, *args)
+
         tables = {"microbatches": 4, **keys}
-        return ranks.run(ranks.plan((2, 1), tensors_of(SHAPES), **tables), case, *args)
+        return ranks.run(ranks.plan((2, 1), tensors_of(SHAPES), **tables), begin)
 
     return run
 
@@ -293,7 +300,8 @@ def test_an_error_in_the_module_reaches_every_rank(pipeline: Callable[..., Any])
     def case(comm: Handler) -> None:
         module = Broken() if comm.rank == 2 else None
         try:
-            runner_of(comm, module).train(own(comm, make_batches([8, 8])))
+            with comm:
+                runner_of(comm, module).train(own(comm, make_batches([8, 8])))
         except Exception as error:
             texts[comm.rank] = (type(error), str(error))
 

@@ -220,10 +220,11 @@ def test_the_failure_of_one_ends_the_wait_of_the_others(
     def case(comm: Handler) -> str:
         group = None if where == "meeting" else ReplicaGroup(comm)
         others[comm.rank] = told_before_waiting(comm)
-        known.wait()
+        known.wait(TOGETHER_S)
         if comm.replica == 2:
             assert all(others[rank].wait(TOGETHER_S) for rank in (0, 1))
-            comm.abort(ValueError("enough"))
+            with pytest.raises(ValueError, match="enough"), comm:
+                raise ValueError("enough")
             return ""
         with pytest.raises(AbortedError) as caught, comm:
             (group or ReplicaGroup(comm)).sum(torch.zeros(3), torch.zeros(3))
@@ -238,11 +239,13 @@ def test_the_failure_of_one_ends_the_wait_of_the_others(
 
 
 def test_a_sum_after_a_failure_says_what_failed(run: Callable[..., Any]) -> None:
+    met = threading.Barrier(2)
+
     def case(comm: Handler) -> str:
         group = ReplicaGroup(comm)
-        comm.reduce([0.0])
+        met.wait(TOGETHER_S)
         comm.abort(ValueError("enough"))
-        with pytest.raises(AbortedError) as caught:
+        with pytest.raises(AbortedError) as caught, comm:
             group.sum(torch.zeros(2), torch.zeros(2))
         return str(caught.value)
 
@@ -254,8 +257,8 @@ def sum_beside_one_that_stops(comm: Handler) -> None:
     if comm.rank == 2:
         report("stopping")
         os.kill(os.getpid(), signal.SIGSTOP)
-    report("summing")
     try:
+        report("summing")
         group.sum(torch.zeros(3), torch.zeros(3))
     except (StagelinkError, KeyboardInterrupt) as error:
         comm.abort(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,14 +18,12 @@ from stagelink.testing import LeakCheck, run_fresh, run_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Concatenate
 
     from torch.distributed import Store
 
     from stagelink.testing import RankPool, RankProcesses
     from stagelink.transport.contract import Transport
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 Document = dict[str, Any]
@@ -90,7 +88,9 @@ def document(
         tables: further keys of a whole table (``limits={…}``, ``servers=[…]``) or of ``pipeline``.
     """
     ranks = iter(range(sum(replicas)))
-    whole = {key: tables.pop(key) for key in ("limits", "stages", "control") if key in tables}
+    whole: dict[str, Any] = {
+        key: tables.pop(key) for key in ("limits", "stages", "control") if key in tables
+    }
     stages = [
         {"name": f"s{index}", "ranks": [next(ranks) for _ in range(count)]}
         for index, count in enumerate(replicas)
@@ -172,12 +172,12 @@ class Ranks:
     def run(
         self,
         plan: Document,
-        case: Callable[Concatenate[stagelink.Handler, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        case: Callable[..., T],
+        *args: Any,
+        transports: Sequence[type[Transport]] = (),
     ) -> list[T]:
         """Call ``case(comm, *args)`` on every rank of the plan; what each returned."""
-        call = (plan, case, args, kwargs.pop("transports", ()))
+        call = (plan, case, args, transports)
         if self.wire.processes:
             return self._pool.run(_enter_process, world_size(plan), *call)
         return run_threads(_enter, world_size(plan), *call)

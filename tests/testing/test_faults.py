@@ -163,7 +163,7 @@ def test_one_message_fails_at_one_point(point: Point) -> None:
 
 def test_after_a_failure_in_finish_the_next_message_passes() -> None:
     pair = Pair(Fail(message=0, at=Point.RECEIVE_FINISH, error=OSError()))
-    with pytest.raises(OSError):
+    with pytest.raises(OSError):  # noqa: PT011 - it has no text
         pair.carry(1)
     assert pair.carry(2) == [2, 2]
 

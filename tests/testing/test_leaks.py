@@ -97,7 +97,7 @@ def test_what_only_a_cycle_holds_is_no_leak() -> None:
     class Cycle:
         def __init__(self) -> None:
             self.me = self
-            self.file = open("/dev/null", "rb", buffering=0)
+            self.file = open("/dev/null", "rb", buffering=0)  # noqa: SIM115 - its end is the subject
 
         def __del__(self) -> None:
             self.file.close()

@@ -203,7 +203,7 @@ class Bare:
 
 @dataclass
 class Unreadable:
-    port: Elsewhere = 0  # type: ignore[name-defined]
+    port: Elsewhere = 0  # type: ignore[name-defined]  # noqa: F821
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from stagelink.errors import (
     UsageError,
     VerificationError,
 )
-from stagelink.exchange.handler import Handler, connect
+from stagelink.exchange.connect import connect
+from stagelink.exchange.handler import Handler
 from stagelink.exchange.handles import RecvHandle, SendHandle
 from stagelink.exchange.session import Session
 from stagelink.plan import Plan

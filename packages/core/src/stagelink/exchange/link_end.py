@@ -1,7 +1,7 @@
 """What both ends of a link share inside core: notes, and the thread that finishes messages.
 
-A worker thread finishes in the order of ``begin``; it is started on first use, and not at all where
-nothing is left to finish.
+A worker thread finishes in the order of ``begin``; it is started on first use, and not at all
+where nothing is left to finish.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FOREVER", "LinkEnd", "mapped"]
 
 FOREVER = Deadline(float("inf"))
-"""How long a worker may wait: death, abort and close end it, and callers have deadlines of theirs."""
+"""How long a worker may wait: death, abort and close end it; callers have deadlines of theirs."""
 
 
 class LinkEnd(ABC):
@@ -68,8 +68,13 @@ class LinkEnd(ABC):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being finished: what is unfinished will not be."""
-        return self._given_up or not self._has_work()
+        """Whether nothing is being finished, so that what is unfinished will not be; never blocks."""
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody is at it, perhaps between one message and the next
+        try:
+            return self._given_up or not self._has_work()
+        finally:
+            self._lock.release()
 
     def check_open(self) -> None:
         """Raise if this end is being closed, so that nothing may be waited for on it.

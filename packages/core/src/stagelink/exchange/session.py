@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -12,7 +11,8 @@ from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.envelope import check_contract, check_gradient, seal, unseal
 from stagelink.exchange.handles import RecvHandle, SendHandle
 from stagelink.exchange.out_link import SendJob
-from stagelink.schedule import microbatches_of, rank_for
+from stagelink.exchange.routes import Routes
+from stagelink.schedule import rank_for
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header
 
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from stagelink.exchange.mail import Mail
     from stagelink.exchange.opening import Mode, Opening
     from stagelink.exchange.ways import WayIn, WayOut
-    from stagelink.plan import Edge, Limits, Plan, Stage
+    from stagelink.plan import Limits, Plan
     from stagelink.schedule import Action
 
 __all__ = ["Session"]
-
-_SHOWN = 5
 
 
 class Session:
@@ -61,9 +59,8 @@ class Session:
         self.microbatches = opening.microbatches
         self.items = opening.items
         self.actions = tuple(actions)
-        self._stage: Stage = self._plan.stage_of(self._rank)
-        replica = self._plan.replica_of(self._rank)
-        self.mine = microbatches_of(self._stage, replica, self.microbatches)
+        self._routes = Routes(self._plan, self._rank, mail, self.microbatches)
+        self.mine = self._routes.mine
         self._mail = mail
         self._limits: Limits = self._plan.limits
         self.open = True
@@ -337,77 +334,37 @@ class Session:
 
         self._mail.out.wait_sent(ready, self._deadline(deadline_s))
 
-    # -- whose is it
-
     def _check_open(self) -> None:
         if not self.open:
             raise UsageError(f"rank {self._rank}: session {self.number} was left")
 
-    def _check_mine(self, microbatch: int) -> None:
-        self._check_open()
-        if microbatch in self.mine:
-            return
-        holder = (
-            "nobody's"
-            if not 0 <= microbatch < self.microbatches
-            else (f"rank {rank_for(self._stage, microbatch)}'s")
-        )
-        raise UsageError(
-            f"rank {self._rank}: microbatch {microbatch!r} is {holder}; this replica of stage "
-            f"{self._stage.name!r} handles {_listed(self.mine)} of {self.microbatches}"
-        )
-
-    def _edges(self, edges: Sequence[Edge], name: str, does: str) -> list[Edge]:
-        found = [edge for edge in edges if edge.tensor.name == name]
-        if found:
-            return found
-        names = sorted({edge.tensor.name for edge in edges})
-        near = difflib.get_close_matches(str(name), names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(
-            f"rank {self._rank}: stage {self._stage.name!r} {does} no tensor {name!r}; "
-            f"it {does} {', '.join(map(repr, names)) or 'none'}{hint}"
-        )
-
     def _outgoing(self, name: str, microbatch: int) -> list[WayOut]:
-        edges = self._edges(self._plan.outputs(self._stage.index), name, "produces")
-        self._check_mine(microbatch)
+        self._check_open()
+        ways = self._routes.outgoing(name, microbatch)
         # Where one of several consumers left no place, a second try is for that one only.
-        unsent = [edge for edge in edges if (edge.index, microbatch) not in self._sent]
+        unsent = [way for way in ways if (way.edge.index, microbatch) not in self._sent]
         if not unsent:
             raise UsageError(
                 f"rank {self._rank}: {name!r} of microbatch {microbatch} was sent before"
             )
-        return [
-            self._mail.out.ways[edge.index, Direction.FORWARD, self._consumer(edge, microbatch)]
-            for edge in unsent
-        ]
-
-    def _consumer(self, edge: Edge, microbatch: int) -> int:
-        return rank_for(self._plan.stages[edge.target], microbatch)
+        return unsent
 
     def _incoming(self, name: str, microbatch: int) -> tuple[WayIn, Key]:
-        edge = self._edges(self._plan.inputs(self._stage.index), name, "consumes")[0]
-        self._check_mine(microbatch)
-        producer = rank_for(self._plan.stages[edge.source], microbatch)
-        way = self._mail.into.ways[edge.index, Direction.FORWARD, producer]
-        return way, Key(self.number, edge.index, Direction.FORWARD, microbatch)
+        self._check_open()
+        way = self._routes.incoming(name, microbatch)
+        return way, Key(self.number, way.edge.index, Direction.FORWARD, microbatch)
 
     def _gradient_keys(self, name: str, microbatch: int) -> list[tuple[WayIn, Key]]:
-        edges = self._edges(self._plan.outputs(self._stage.index), name, "produces")
-        self._check_mine(microbatch)
-        if any((edge.index, microbatch) not in self._sent for edge in edges):
+        self._check_open()
+        ways = self._routes.outgoing(name, microbatch)
+        if any((way.edge.index, microbatch) not in self._sent for way in ways):
             raise UsageError(
                 f"rank {self._rank}: {name!r} of microbatch {microbatch} was not sent in this "
                 "session, so no gradient comes back for it"
             )
         return [
-            (
-                self._mail.into.ways[e.index, Direction.BACKWARD, self._consumer(e, microbatch)],
-                Key(self.number, e.index, Direction.BACKWARD, microbatch),
-            )
-            for e in edges
-            if e.tensor.grad
+            (way, Key(self.number, way.edge.index, Direction.BACKWARD, microbatch))
+            for way in self._routes.gradients(name, microbatch)
         ]
 
     def _check_nothing_owed(self, name: str, key: Key, gradient: torch.Tensor | None) -> None:
@@ -421,8 +378,3 @@ class Session:
                 f"rank {self._rank}: {name!r} of microbatch {key.microbatch} takes no gradient "
                 "(more)"
             )
-
-
-def _listed(mine: range) -> str:
-    some = ", ".join(map(str, mine[:_SHOWN]))
-    return f"{some}, …" if len(mine) > _SHOWN else (some or "none")

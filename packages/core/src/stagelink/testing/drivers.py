@@ -1,7 +1,8 @@
 """What ranks run in conformance tests: small programs over a pair of stages.
 
 They stand at the module's top level, so that rank processes find them. Each is called as
-``driver(rank, world_size, store, subject, …)`` and raises AssertionError where the transport fails.
+``driver(rank, world_size, store, subject, …)``, and raises AssertionError where the transport
+fails.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stagelink.exchange.handler import Handler, connect
+from stagelink.exchange.connect import connect
 from stagelink.plan import Plan
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.samples import awkward_tensors, same_bits, tensors_of_sizes
@@ -22,6 +23,7 @@ from stagelink.testing.serving import report
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from stagelink.exchange.handler import Handler
     from stagelink.exchange.session import Session
     from stagelink.transport.contract import Transport
 

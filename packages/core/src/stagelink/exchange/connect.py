@@ -1,0 +1,91 @@
+"""How a rank joins the pipeline: everything is checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from stagelink.control.rendezvous import Launch, Rendezvous, open_store
+from stagelink.errors import PlanError
+from stagelink.exchange.engine import Engine
+from stagelink.exchange.handler import Handler
+from stagelink.exchange.wiring import routes_of
+from stagelink.schedule import require, verify
+from stagelink.transport.choice import asked_for
+from stagelink.transport.contract import Deadline
+from stagelink.transport.offers import survey
+from stagelink.transport.plugins import Plugins
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from stagelink.plan import Plan, Stage
+    from stagelink.transport.contract import Transport
+
+__all__ = ["connect"]
+
+
+def connect(  # noqa: PLR0913 - what a launcher knows, each optional
+    plan: Plan,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Store | str | None = None,
+    run_id: str | None = None,
+    transports: Iterable[type[Transport]] = (),
+    observers: Iterable[object] = (),
+) -> Handler:
+    """Join the pipeline as one rank; blocks until every peer has joined and every link is open.
+
+    What is not given is read from torchrun's environment variables, which are never changed. The
+    user's process groups are not touched.
+
+    Args:
+        plan: the same on every rank.
+        rank: this process's (or thread's) rank in the plan.
+        world_size: must be the plan's.
+        store: an open c10d store, or its address: ``tcp://host:port`` (rank 0 hosts it) or
+            ``file:///path``.
+        run_id: tells runs apart that share a store.
+        transports: transport classes of the caller's own; they must be given on every rank.
+        observers: objects or modules with observer hooks, beside those that the plan names.
+
+    Raises:
+        PlanError: rank, world size or options do not fit the plan; nothing was started.
+        VerificationError: the schedule cannot run; nothing was started.
+        PluginError: a transport or observer that is asked for is missing or broken.
+        NoTransportError: nothing can carry some link.
+        DisagreementError: another rank holds another plan, version or choice of transports.
+        RankTakenError: the rank is held by another process.
+        ConnectError: ranks did not come within ``limits.connect_deadline_s``, or the store failed.
+    """
+    launch = Launch.resolve(rank, world_size, store, run_id)
+    plan.check_launch(launch.rank, launch.world_size)
+    me: int = launch.rank
+    _check_device(plan.stage_of(me), me)
+    verdict = require(verify(plan))
+    plugins = Plugins(transports, observers)
+    plugins.load_observers(plan.observers)
+    found = survey(plugins, asked_for(plan, routes_of(plan, me)), plan.transports)
+    deadline = Deadline(plan.limits.connect_deadline_s)
+    opened = open_store(launch.store, me, plan.world_size, deadline)
+    hosts = isinstance(launch.store, str) and launch.store.startswith("tcp:") and me == 0
+    rendezvous = Rendezvous(opened, f"{launch.run_id}/{plan.name}", me, plan.world_size)
+    engine = Engine(plan, me, plugins, rendezvous, hosts_store=hosts)
+    try:
+        engine.join(found, deadline)
+    except BaseException as error:
+        engine.fail(error)
+        engine.close(Deadline(plan.limits.close_deadline_s))
+        raise
+    return Handler(engine, verdict)
+
+
+def _check_device(stage: Stage, rank: int) -> None:
+    if stage.device == "cuda" and not torch.cuda.is_available():
+        raise PlanError(
+            f"rank {rank}: stage {stage.name!r} is on device 'cuda', and CUDA is not available "
+            f'(torch {torch.__version__}); set device = "cpu", or run on a machine with a GPU'
+        )

@@ -1,0 +1,102 @@
+"""Which ways a tensor of a microbatch takes from and to one rank, and whose microbatch it is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stagelink.errors import UsageError
+from stagelink.schedule import microbatches_of, rank_for
+from stagelink.transport.header import Direction
+
+if TYPE_CHECKING:
+    from stagelink.exchange.mail import Mail
+    from stagelink.exchange.ways import WayIn, WayOut
+    from stagelink.plan import Edge, Plan
+
+__all__ = ["Routes"]
+
+_SHOWN = 5
+
+
+class Routes:
+    """The ways of one rank in a session of so many microbatches.
+
+    Args:
+        plan: the plan.
+        rank: this rank.
+        mail: the ways.
+        microbatches: how many the session has in the whole pipeline.
+
+    Attributes:
+        mine: the microbatches that this replica handles.
+    """
+
+    def __init__(self, plan: Plan, rank: int, mail: Mail, microbatches: int) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._mail = mail
+        self._stage = plan.stage_of(rank)
+        self._microbatches = microbatches
+        self.mine = microbatches_of(self._stage, plan.replica_of(rank), microbatches)
+
+    def outgoing(self, name: str, microbatch: int) -> list[WayOut]:
+        """The way to each consumer of a tensor that this stage produces.
+
+        Raises:
+            UsageError: it produces no such tensor, or the microbatch is not this replica's.
+        """
+        edges = self._edges(self._plan.outputs(self._stage.index), name, "produces")
+        self._check_mine(microbatch)
+        ways = self._mail.out.ways
+        return [ways[e.index, Direction.FORWARD, self._consumer(e, microbatch)] for e in edges]
+
+    def incoming(self, name: str, microbatch: int) -> WayIn:
+        """The way from the producer of a tensor that this stage consumes; raises as `outgoing`."""
+        edge = self._edges(self._plan.inputs(self._stage.index), name, "consumes")[0]
+        self._check_mine(microbatch)
+        producer = rank_for(self._plan.stages[edge.source], microbatch)
+        return self._mail.into.ways[edge.index, Direction.FORWARD, producer]
+
+    def gradients(self, name: str, microbatch: int) -> list[WayIn]:
+        """The ways by which gradients of a tensor come back, if any do; raises as `outgoing`."""
+        ways = self._mail.into.ways
+        return [
+            ways[way.edge.index, Direction.BACKWARD, way.peer]
+            for way in self.outgoing(name, microbatch)
+            if way.edge.tensor.grad
+        ]
+
+    def _check_mine(self, microbatch: int) -> None:
+        if microbatch in self.mine:
+            return
+        holder = (
+            "nobody's"
+            if not 0 <= microbatch < self._microbatches
+            else (f"rank {rank_for(self._stage, microbatch)}'s")
+        )
+        raise UsageError(
+            f"rank {self._rank}: microbatch {microbatch!r} is {holder}; this replica of stage "
+            f"{self._stage.name!r} handles {_listed(self.mine)} of {self._microbatches}"
+        )
+
+    def _edges(self, edges: Sequence[Edge], name: str, does: str) -> list[Edge]:
+        found = [edge for edge in edges if edge.tensor.name == name]
+        if found:
+            return found
+        names = sorted({edge.tensor.name for edge in edges})
+        near = difflib.get_close_matches(str(name), names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(
+            f"rank {self._rank}: stage {self._stage.name!r} {does} no tensor {name!r}; "
+            f"it {does} {', '.join(map(repr, names)) or 'none'}{hint}"
+        )
+
+    def _consumer(self, edge: Edge, microbatch: int) -> int:
+        return rank_for(self._plan.stages[edge.target], microbatch)
+
+
+def _listed(mine: range) -> str:
+    some = ", ".join(map(str, mine[:_SHOWN]))
+    return f"{some}, …" if len(mine) > _SHOWN else (some or "none")
