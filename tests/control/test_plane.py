@@ -131,8 +131,8 @@ def test_what_is_queued_just_after_a_flush_is_written_too(line: Callable[[int], 
     def flush_then_say() -> bool:
         done = flush()
         if done and not meanwhile:
-            meanwhile.append(1)
             say_until_queued()
+            meanwhile.append(1)
         return done
 
     meanwhile: list[int] = []

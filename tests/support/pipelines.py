@@ -63,6 +63,9 @@ INLINE = (
 )
 
 
+LIMITS = {"deadline_s": 20.0, "first_deadline_s": 20.0, "connect_deadline_s": 20.0}
+
+
 def tensor(name: str, source: int, *targets: int, **more: Any) -> Document:
     """A ``[[tensors]]`` table between stages given by number."""
     return {"name": name, "from": f"s{source}", "to": [f"s{t}" for t in targets], **more}
@@ -85,12 +88,10 @@ def document(
         wire: what carries every link.
         replicas: per stage.
         tensors: see `tensor`; left out: ``h`` from stage 0 to 1.
-        tables: further keys of a whole table (``limits={…}``, ``servers=[…]``) or of ``pipeline``.
+        tables: more for the tables ``limits`` and ``control``; anything else for ``pipeline``.
     """
     ranks = iter(range(sum(replicas)))
-    whole: dict[str, Any] = {
-        key: tables.pop(key) for key in ("limits", "stages", "control") if key in tables
-    }
+    limits, control = tables.pop("limits", {}), tables.pop("control", {})
     stages = [
         {"name": f"s{index}", "ranks": [next(ranks) for _ in range(count)]}
         for index, count in enumerate(replicas)
@@ -101,9 +102,8 @@ def document(
         "tensors": list(tensors or [tensor("h", 0, 1)]),
         "links": [{"transport": wire.transport}],
         "transports": {wire.transport: wire.options} if wire.options else {},
-        "limits": {"deadline_s": 20.0, "first_deadline_s": 20.0, "connect_deadline_s": 20.0},
-        **whole,
-        "control": {"inline_bytes": wire.inline_bytes, **whole.get("control", {})},
+        "limits": {**LIMITS, **limits},
+        "control": {"inline_bytes": wire.inline_bytes, **control},
     }
 
 

@@ -68,7 +68,7 @@ class LinkEnd(ABC):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being finished, so that what is unfinished will not be; never blocks."""
+        """Whether nothing is being finished: what is unfinished will not be; never blocks."""
         if not self._lock.acquire(blocking=False):
             return False  # somebody is at it, perhaps between one message and the next
         try:
