@@ -114,7 +114,7 @@ class OnlyFloat32(Loopback):
 
 
 def _refused_type(comm: stagelink.Handler) -> str:
-    wanted = r"transport 'only-float32' carries float32, not float16"
+    wanted = "transport 'only-float32' does not carry float16, only float32"
     with comm.evaluate(2) as session:
         if comm.rank == 0:
             with pytest.raises(stagelink.MessageError, match=wanted) as caught:

@@ -14,6 +14,7 @@ from stagelink.runner.epoch import Epoch
 from stagelink.runner.names import Names
 from stagelink.runner.passage import Passage, Station
 from stagelink.runner.scores import Loss, Metric, Reduction, Scores, means
+from stagelink.runner.step import OptimizerStep
 from stagelink.runner.summary import Clock, Summary, shares_of_all
 from stagelink.runner.sync import ReplicaSync
 
@@ -28,8 +29,8 @@ __all__ = ["PipelineRunner"]
 class PipelineRunner:
     """Trains and evaluates a stage's module together with the other ranks' runners.
 
-    Every rank makes one, with the same ``reduction``, names of ``metrics`` and ``progress``, and
-    makes the same calls in the same order.
+    Every rank makes one, with the same ``reduction``, names of ``metrics``, ``progress`` and
+    ``clip_norm``, and makes the same calls in the same order.
 
     A batch is a mapping from names to tensors with the items along their first dimension. It is
     given to every replica of a first stage (one that receives nothing), is cut into the plan's
@@ -53,6 +54,9 @@ class PipelineRunner:
         metrics: further results of `evaluate` by name: functions like the loss, each the mean over
             the items that it is given.
         progress: whether rank 0 shows a bar on stderr.
+        clip_norm: before each step gradients are scaled down so that the norm of all stages'
+            gradients together, as one process would have it, is at most this.
+        scheduler: a learning-rate scheduler of the optimizer, stepped after every optimizer step.
 
     Raises:
         UsageError: module, loss and plan do not fit each other.
@@ -68,6 +72,8 @@ class PipelineRunner:
         reduction: Reduction = "mean",
         metrics: Mapping[str, Metric] | None = None,
         progress: bool = False,
+        clip_norm: float | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
         self._comm = comm
         self._module = module
@@ -77,7 +83,10 @@ class PipelineRunner:
         self._reduction = reduction
         self._metrics = dict(metrics or {})
         self._progress = progress
+        self._scheduler = scheduler
+        self._clip_norm = clip_norm
         self._check_arguments()
+        self._update = OptimizerStep(comm, module, optimizer, scheduler, clip_norm)
         replicated = comm.stage.replicas > 1
         self._sync = ReplicaSync(comm, module, optimizer) if replicated else None
 
@@ -115,16 +124,12 @@ class PipelineRunner:
         return self._summary(epoch, station)
 
     def _step(self, station: Station, session: Session, batch: Batch | None) -> None:
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)
+        self._update.clear()
         Passage(session, station, batch).run()
-        if self._optimizer is None:
-            return
-        if self._sync is not None:
+        if self._sync is not None and self._optimizer is not None:
             with station.clock.waiting:
                 self._sync.add_gradients()
-        with station.clock.computing:
-            self._optimizer.step()
+        self._update.take(station.clock)
 
     def _summary(self, epoch: Epoch, station: Station) -> Summary:
         shares = shares_of_all(self._comm, station.clock.fractions())
@@ -163,19 +168,20 @@ class PipelineRunner:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this stage's module and optimizer; alike on all its replicas."""
+        """The state of this stage's module, optimizer and scheduler; alike on its replicas."""
         optimizer = self._optimizer
         return {
             "stage": self._comm.stage.name,
             "module": self._module.state_dict(),
             "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that `state_dict` gave; every replica of the stage loads the same.
 
         Raises:
-            UsageError: it is another stage's, or only one side has an optimizer.
+            UsageError: it is another stage's, or only one side has an optimizer or a scheduler.
         """
         name = self._comm.stage.name
         if state["stage"] != name:
@@ -183,17 +189,23 @@ class PipelineRunner:
                 f"rank {self._comm.rank}: this is the state of stage {state['stage']!r}; the rank "
                 f"holds stage {name!r}"
             )
-        if (state["optimizer"] is None) != (self._optimizer is None):
-            where, other = ("runner", "state") if self._optimizer is None else ("state", "runner")
-            raise UsageError(
-                f"rank {self._comm.rank}: the {other} of stage {name!r} has an optimizer, the "
-                f"{where} has none"
-            )
+        parts = {"optimizer": self._optimizer, "scheduler": self._scheduler}
+        for what, part in parts.items():
+            self._check_both_have(what, state[what] is not None, part is not None)
         self._module.load_state_dict(state["module"])
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
+        for what, part in parts.items():
+            if part is not None:
+                part.load_state_dict(state[what])
 
     # -- inside
+
+    def _check_both_have(self, what: str, state_has: bool, runner_has: bool) -> None:
+        if state_has != runner_has:
+            has, lacks = ("state", "runner") if state_has else ("runner", "state")
+            raise UsageError(
+                f"rank {self._comm.rank}: the {has} of stage {self._comm.stage.name!r} has an "
+                f"{what}, the {lacks} has none"
+            )
 
     def _scores(self, metrics: Mapping[str, Metric]) -> Scores | None:
         if self._loss is None or not self._names.last:
@@ -211,6 +223,8 @@ class PipelineRunner:
         known = get_args(Reduction)
         if self._reduction not in known:
             raise UsageError(f"reduction {self._reduction!r}: must be one of {known}")
+        if self._clip_norm is not None and not self._clip_norm > 0:
+            raise UsageError(f"clip_norm {self._clip_norm!r}: must be above 0, or None")
         if "loss" in self._metrics:
             raise UsageError("metric 'loss': the name is taken by the loss itself")
         if self._names.last:

@@ -136,17 +136,19 @@ class _Receiver(Receiver):
         accept: Callable[[], torch.Tensor],
     ) -> Pending:
         del header, fds, accept  # the sender's copy becomes the receiver's tensor
-        return _Taking(self._port, note, _shelf.pop(note))
+        return _Taking(self._port, note, _shelf.pop(note, None))
 
 
 class _Taking(Pending):
-    def __init__(self, port: Port, ticket: bytes, payload: torch.Tensor) -> None:
+    def __init__(self, port: Port, ticket: bytes, payload: torch.Tensor | None) -> None:
         self._port = port
         self._ticket = ticket
         self._payload = payload
 
     def finish(self, deadline: Deadline) -> torch.Tensor:
         del deadline
+        if self._payload is None:
+            raise ConnectionError("the sender has given the message up")
         self._port.note(self._ticket)
         return self._payload
 
