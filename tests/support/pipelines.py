@@ -6,8 +6,9 @@ with an open handler: on threads where the wire is loopback, else on warm proces
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -188,10 +189,70 @@ class Ranks:
             return self._pool.run(function, count, *args)
         return run_threads(function, count, *args)
 
+    def run_to_ends(
+        self,
+        plan: Document,
+        case: Callable[..., object],
+        *args: Any,
+        transports: Sequence[type[Transport]] = (),
+    ) -> list[End]:
+        """As `run`, for cases that end with an error: how each rank ended."""
+        end = _end_process if self.wire.processes else _end
+        return self.run_bare(end, world_size(plan), plan, case, args, transports)
 
-def start_fresh(plan: Document, case: Callable[..., T], *args: Any) -> RankProcesses[T]:
-    """Start a case on processes that may be killed; see `stagelink.testing.run_fresh`."""
-    return run_fresh(_enter, world_size(plan), plan, case, args, ())
+
+@dataclass(frozen=True)
+class End:
+    """How a case ended on a rank, close included.
+
+    Attributes:
+        kind: name of the error's class, empty where there was none.
+        text: of the error.
+        cause: name of the class of the error's cause, empty where it has none.
+        seconds: it took from the call of the case.
+        left: threads, descriptors and children left behind; only known of a process.
+    """
+
+    kind: str
+    text: str
+    cause: str
+    seconds: float
+    left: tuple[str, ...] = ()
+
+
+def _end(
+    rank: int,
+    world_size: int,
+    store: Store,
+    plan: Document,
+    case: Callable[..., object],
+    arguments: tuple[Any, ...],
+    transports: Sequence[type[Transport]],
+) -> End:
+    began = time.monotonic()
+    try:
+        with joined(rank, world_size, store, plan, transports) as comm:
+            began = time.monotonic()
+            case(comm, *arguments)
+    except Exception as error:
+        cause = type(error.__cause__).__name__ if error.__cause__ else ""
+        return End(type(error).__name__, str(error), cause, time.monotonic() - began)
+    return End("", "", "", time.monotonic() - began)
+
+
+def _end_process(rank: int, world_size: int, store: Store, *rest: Any) -> End:
+    leaks = LeakCheck("threads", "descriptors", "processes")
+    end = _end(rank, world_size, store, *rest)
+    try:
+        leaks.verify()
+    except AssertionError as error:
+        return replace(end, left=tuple(str(error).splitlines()[1:]))
+    return end
+
+
+def start_to_ends(plan: Document, case: Callable[..., object], *args: Any) -> RankProcesses[End]:
+    """Start a case on new processes, to be stopped and killed; how each rank ended."""
+    return run_fresh(_end_process, world_size(plan), plan, case, args, ())
 
 
 def check_same(got: torch.Tensor | None, want: torch.Tensor) -> None:

@@ -78,8 +78,8 @@ class Operation:
         finally:
             del handle  # a traceback that is kept would keep gloo's threads with it
 
-    def give_up(self) -> None:
-        """Let go of it, on a closed connection, unless somebody waits for it."""
+    def let_go(self) -> None:
+        """See that it is done or the connection closed, unless somebody else waits for it."""
         handle = self._handles.pop(self, None)
         if handle is not None:
             with suppress(RuntimeError):  # why it failed, if it did, is known
@@ -150,17 +150,19 @@ class Pair:
         spare = torch.empty(1)
         with suppress(RuntimeError):  # to run out of time is the purpose; or it is closed already
             group.recv([spare], self._other, _SPARE_TAG).wait(_AT_ONCE)
+        self._let_go()
+
+    def _let_go(self) -> None:
         with self._lock:
             left = tuple(self._handles)
         for operation in left:
-            operation.give_up()
+            operation.let_go()
 
     def close(self, deadline: Deadline) -> None:
         """Give everything back, by the deadline; what is still under way is broken off."""
-        if self._handles:
-            self.break_off()
         if self._breaker is not None:
             self._breaker.join(min(deadline.remaining_s, threading.TIMEOUT_MAX))
+        self._let_go()
         self._group = None
 
 

@@ -65,13 +65,11 @@ class Gloo(Transport):
             TimeoutError: the peer did not come before the deadline.
             ConnectionError: it came, and could not be reached.
         """
-        del link
-        return GlooSender(self._pair(port, deadline), port)
+        return GlooSender(self._pair(port, deadline), link)
 
     def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
         """Open the receiving end; as `open_sender`."""
-        del link
-        return GlooReceiver(self._pair(port, deadline), port)
+        return GlooReceiver(self._pair(port, deadline), link)
 
     def _pair(self, port: Port, deadline: Deadline) -> Pair:
         # No lock: all that is opened for one peer is opened on one thread.

@@ -24,7 +24,7 @@ __all__ = ["MAX_FDS", "Connection", "Frame"]
 MAX_FDS = 253
 """File descriptors that one frame may carry: what the kernel takes at once."""
 
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 64 * 1024
 _GONE = frozenset(
     {
         errno.EPIPE,
@@ -78,6 +78,8 @@ class Connection:
         self._out: deque[_Chunk] = deque()
         self._half_close = False
         self._broken = False
+        # One buffer for all reads: a fresh one of this size costs more than the system call.
+        self._buffer = bytearray(_READ_BYTES)
         self._in = bytearray()
         self._in_fds: deque[int] = deque()
 
@@ -183,25 +185,27 @@ class Connection:
             self._in += data
             data = bytes(self._in)
             self._in.clear()
-        view = memoryview(data)
-        at = 0
-        while len(data) - at >= HEADER_BYTES:
-            header = Header.unpack(view[at : at + HEADER_BYTES])
-            body, end = at + HEADER_BYTES, at + HEADER_BYTES + header.body_bytes
-            if end > len(data):
+        at, size = 0, len(data)
+        while size - at >= HEADER_BYTES:
+            header = Header.unpack(data, at)
+            body = at + HEADER_BYTES
+            end = body + header.body_bytes
+            if end > size:
                 break
             split = body + header.note_bytes
-            yield Frame(header, data[body:split], data[split:end], self._take_fds(header.fds))
+            fds = self._take_fds(header.fds) if header.fds else ()
             at = end
-        self._in += view[at:]
+            yield Frame(header, data[body:split], data[split:end], fds)
+        if at < size:
+            self._in += memoryview(data)[at:]
 
     def _receive(self) -> bytes:
         while True:
             try:
                 if not self._passes_fds:
-                    data = self.sock.recv(_READ_BYTES)
+                    count = self.sock.recv_into(self._buffer)
                 else:
-                    data = self._receive_with_fds()
+                    count = self._receive_with_fds()
             except BlockingIOError:
                 return b""
             except ConnectionResetError:
@@ -209,19 +213,20 @@ class Connection:
                 # before, its goodbye included, is still to be read.
                 continue
             except OSError:
-                data = b""
-            self.ended = not data
-            return data
+                count = 0
+            self.ended = not count
+            return bytes(memoryview(self._buffer)[:count])
 
-    def _receive_with_fds(self) -> bytes:
-        space = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)
-        data, ancillary, _, _ = self.sock.recvmsg(_READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    def _receive_with_fds(self) -> int:
+        count, ancillary, _, _ = self.sock.recvmsg_into(
+            [self._buffer], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC
+        )
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array("i")
                 fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
                 self._in_fds.extend(fds)
-        return data
+        return count
 
     def _take_fds(self, count: int) -> tuple[int, ...]:
         if count > len(self._in_fds):
@@ -241,3 +246,6 @@ class Connection:
 def _close_all(fds: Sequence[int] | deque[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+_FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)

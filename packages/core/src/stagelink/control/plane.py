@@ -73,6 +73,7 @@ class Plane:
         }
         self._on_hello: Callable[[Connection, Frame], None] | None = None
         self._on_failure: list[Callable[[StagelinkError], None]] = []
+        self._usable = True
         self._closing = False
         self._closed = False
         self._process = os.getpid()
@@ -165,12 +166,8 @@ class Plane:
     def _wait(
         self, ready: Callable[[], bool], deadline: Deadline, check: Callable[[], None]
     ) -> bool:
-        def look() -> bool:
-            check()
-            return ready()
-
         check()  # before the lock: in a forked child nobody may ever release it
-        return self.turns.wait(look, deadline)
+        return self.turns.wait(ready, deadline, check)
 
     def check(self) -> None:
         """Raise if this handler can no longer be used.
@@ -180,13 +177,14 @@ class Plane:
             StagelinkError: the failure, as a fresh exception with the same cause.
             ClosedError: it was closed.
         """
+        if self._usable:
+            return
         try:
             self.check_failure()
         except StagelinkError:
             self._failure.reported = True
             raise
-        if self._closing:
-            raise ClosedError(f"rank {self.rank} is closed")
+        raise ClosedError(f"rank {self.rank} is closed")
 
     def check_failure(self) -> None:
         """As `check`, but fine with a handler that is being closed."""
@@ -340,6 +338,7 @@ class Plane:
             rank = self.rank if origin is None else origin
             if self._closed or not self._failure.set(error, rank, text or str(error)):
                 return
+            self._usable = False
             # With the lock held: whoever sees the failure may close at once, and then nothing
             # more is sent.
             for peer, connection in self._connections.items():
@@ -370,6 +369,7 @@ class Plane:
             if self._closing:
                 return False
             self._closing = True
+            self._usable = False
         self.changed()
         return True
 
@@ -407,6 +407,7 @@ class Plane:
     def _after_fork(self) -> None:
         # The child must not keep the parent's connections open, nor speak on them.
         self._forked = True
+        self._usable = False
         self.turns.lock = self.lock = threading.RLock()
         for connection in (*self._connections.values(), *self._strangers):
             connection.sock.close()

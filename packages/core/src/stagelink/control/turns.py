@@ -24,6 +24,10 @@ _LONG_S = 2.0
 _POKE_AGAIN_S = 0.1
 
 
+def _nothing() -> None:
+    pass
+
+
 class Turns:
     """Who reads when.
 
@@ -88,32 +92,42 @@ class Turns:
             if self._caller_reads:
                 self._poke()
 
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        deadline: Deadline,
+        check: Callable[[], None] = _nothing,
+    ) -> bool:
         """Block until ``ready()``, asked with the lock held, is true; False when time ran out.
 
-        Signals interrupt it. An exception out of reading or out of ``ready`` ends it.
+        Signals interrupt it. An exception out of reading, ``ready`` or ``check`` ends it; the
+        latter is called before each ``ready``.
         """
         with self.lock:
             self._last_call = time.monotonic()
+            check()
             if ready():
                 return True
             self._waiting += 1
             try:
-                return self._wait(ready, deadline)
+                return self._wait(ready, deadline, check)
             finally:
                 self._waiting -= 1
                 if not self._waiting and self._parked:
                     self._idle.notify()
 
-    def _wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        long_from = time.monotonic() + _LONG_S
-        while not deadline.passed:
-            step = min(deadline.remaining_s, _LOOK_S)
+    def _wait(
+        self, ready: Callable[[], bool], deadline: Deadline, check: Callable[[], None]
+    ) -> bool:
+        long_from = self._last_call + _LONG_S
+        while (left_s := deadline.remaining_s) > 0:
+            step = min(left_s, _LOOK_S)
             if self._turn_taken:
                 self._changed.wait(step)
             else:
                 self._caller_reads = True
                 self._turn(step)
+            check()
             if ready():
                 return True
             if self.on_long_wait is not None and time.monotonic() > long_from:

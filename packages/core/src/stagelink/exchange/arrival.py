@@ -33,27 +33,24 @@ class Arrival:
 
     Attributes:
         header: what it is.
+        key: what it is found by.
         peer: who sent it.
         link: the link that carries its payload; None when it came inline or has none.
-        payload: its bytes, flat uint8, once `settled`; None for a NONE or REFUSED message.
+        payload: its bytes once `settled`: flat uint8, or bytes where it came inline; None for a
+            NONE or REFUSED message.
         settled: whether nothing more has to come.
         refusal: the sender's error in place of a payload, or None.
         abandoned: nobody will ask for it; it is to be answered and dropped when settled.
     """
 
-    __slots__ = ("abandoned", "header", "link", "payload", "peer", "refusal", "settled")
+    __slots__ = ("abandoned", "header", "key", "link", "payload", "peer", "refusal", "settled")
 
     def __init__(self, header: Header, peer: int) -> None:
         self.header = header
+        self.key = Key(header.session, header.edge, header.direction, header.microbatch)
         self.peer = peer
         self.link: InLink | None = None
-        self.payload: torch.Tensor | None = None
+        self.payload: torch.Tensor | bytes | None = None
         self.settled = False
         self.refusal: str | None = None
         self.abandoned = False
-
-    @property
-    def key(self) -> Key:
-        """What it is found by."""
-        header = self.header
-        return Key(header.session, header.edge, header.direction, header.microbatch)

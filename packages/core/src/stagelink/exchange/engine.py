@@ -20,6 +20,7 @@ from stagelink.exchange.wiring import Wiring, neighbours
 from stagelink.plan import differences
 from stagelink.transport.buffers import BufferPool
 from stagelink.transport.choice import asker
+from stagelink.transport.contract import Deadline
 from stagelink.transport.events import Event
 from stagelink.transport.host import process_id, server_id
 from stagelink.transport.offers import End, Survey
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.exchange.arrival import Key
     from stagelink.plan import Plan
-    from stagelink.transport.contract import Deadline, Link, Transport
+    from stagelink.transport.contract import Link, Transport
     from stagelink.transport.events import EventName
     from stagelink.transport.plugins import Plugins
 
@@ -36,6 +37,7 @@ __all__ = ["Engine"]
 
 _MAX_FACTS_BYTES = 64 * 1024 * 1024
 _SPIN_S = 50e-6
+_ABORT_KEY_S = 1.0
 
 
 class Engine:
@@ -156,10 +158,12 @@ class Engine:
         self.plane.close(deadline)
         for transport in self._transports.values():
             transport.close(deadline)
-        self._watch.finish(min(1.0, deadline.remaining_s))
+        self._watch.finish(min(_ABORT_KEY_S, deadline.remaining_s))
         self.rendezvous.leave()
         if self._hosts_store:
-            self.rendezvous.wait_left(deadline)
+            # The dead never leave, and after a failure the others need nothing but the abort key.
+            failed = self.plane.failure is not None
+            self.rendezvous.wait_left(Deadline(_ABORT_KEY_S) if failed else deadline)
         for link, counters in self.wiring.counters.items():
             self._plugins.hooks.link_closed(link, counters)
         return lost

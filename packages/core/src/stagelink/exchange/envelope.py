@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.errors import MessageError
 from stagelink.exchange.out_link import SendJob
 from stagelink.transport.header import Direction, Flag, Header, MessageKind
-from stagelink.transport.payload import dtype_of, from_bytes, to_bytes
+from stagelink.transport.payload import dtype_of, from_bytes, from_raw, raw_bytes, to_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -17,63 +17,82 @@ if TYPE_CHECKING:
     from stagelink.exchange.ways import WayOut
     from stagelink.plan import Edge
 
-__all__ = ["check_contract", "check_gradient", "seal", "unseal"]
+__all__ = ["Terms", "check_contract", "check_gradient", "seal", "unseal"]
+
+
+class Terms(NamedTuple):
+    """What messages of one session have in common.
+
+    Attributes:
+        trains: whether gradients come back.
+        inline_bytes: payloads up to this size travel in the header's frame.
+    """
+
+    trains: bool
+    inline_bytes: int
 
 
 def seal(
     ways: Sequence[WayOut],
     key: Key,
     tensor: torch.Tensor | None,
-    check: Callable[[torch.Tensor], None],
-    *,
-    trains: bool,
+    check: Callable[[torch.Tensor], None] | None,
+    terms: Terms,
 ) -> SendJob:
     """The message for a tensor, or the NONE message for None.
 
-    The payload shares the tensor's memory where that is contiguous.
+    A small payload is copied here; a large one shares the tensor's memory where it can.
 
     Args:
         ways: where it goes; all ways of one tensor in one direction.
         key: what it is, on the first of them.
         tensor: what is to be sent.
-        check: raises where the tensor breaks its contract.
-        trains: whether gradients come back in this session.
+        check: raises where the tensor breaks its contract; None where there is none.
+        terms: of the session.
 
     Raises:
         MessageError: the tensor cannot be sent, breaks its contract, or the transport refuses it.
     """
+    session, edge, direction, microbatch = key
     if tensor is None:
-        return SendJob(_header(MessageKind.NONE, key), None)
+        header = Header(MessageKind.NONE, direction, 0, session, edge, microbatch)
+        return SendJob(header, None)
     dtype = dtype_of(tensor)
-    check(tensor)
+    if check is not None:
+        check(tensor)
     _check_carried(ways, dtype.name, tensor.device.type)
-    payload = to_bytes(tensor)
-    forward = key.direction is Direction.FORWARD
-    takes_gradient = forward and trains and ways[0].edge.tensor.grad and tensor.requires_grad
-    header = _header(MessageKind.DATA if forward else MessageKind.GRAD, key)._replace(
-        flags=int(Flag.REQUIRES_GRAD) if takes_gradient else 0,
+    forward = direction is Direction.FORWARD
+    takes_gradient = forward and terms.trains and tensor.requires_grad and ways[0].edge.tensor.grad
+    flags = Flag.REQUIRES_GRAD if takes_gradient else 0
+    size_bytes = tensor.nbytes
+    payload: torch.Tensor | bytes
+    if size_bytes <= terms.inline_bytes:
+        payload = raw_bytes(tensor)
+        flags |= Flag.INLINE
+    else:
+        payload = to_bytes(tensor)
+    header = Header(
+        MessageKind.DATA if forward else MessageKind.GRAD,
+        direction,
+        flags,
+        session,
+        edge,
+        microbatch,
         dtype_code=dtype.code,
-        payload_bytes=payload.numel(),
+        payload_bytes=size_bytes,
         shape=tuple(tensor.shape),
     )
     return SendJob(header, payload)
 
 
-def _header(kind: MessageKind, key: Key) -> Header:
-    return Header(
-        kind,
-        key.direction,
-        session=key.session,
-        edge=key.edge,
-        microbatch=key.microbatch,
-    )
-
-
 def unseal(arrival: Arrival) -> torch.Tensor | None:
     """The tensor that arrived, sharing the payload's memory; None where None was sent."""
-    if arrival.payload is None:
+    payload = arrival.payload
+    if payload is None:
         return None
-    return from_bytes(arrival.payload, arrival.header.dtype, arrival.header.shape)
+    if isinstance(payload, bytes):
+        return from_raw(payload, arrival.header.dtype, arrival.header.shape)
+    return from_bytes(payload, arrival.header.dtype, arrival.header.shape)
 
 
 def check_contract(edge: Edge, tensor: torch.Tensor) -> None:

@@ -41,6 +41,9 @@ class Inbox:
         """The arrival with this key, which stays."""
         return self._arrivals.get(key)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._arrivals
+
     def take(self, key: Key) -> Arrival:
         """Remove the arrival with this key."""
         return self._arrivals.pop(key)

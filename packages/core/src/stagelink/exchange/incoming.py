@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from stagelink.errors import DeadlineError, ProtocolError, RefusedError, StagelinkError
 from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.inbox import Inbox
@@ -91,7 +89,7 @@ class Incoming:
         if header.kind is MessageKind.REFUSED:
             arrival.refusal = frame.note.decode(errors="replace")
         elif header.inline:
-            arrival.payload = _tensor_of(frame.payload)
+            arrival.payload = frame.payload
         elif header.kind is not MessageKind.NONE:
             return True
         arrival.settled = True
@@ -140,14 +138,15 @@ class Incoming:
             StagelinkError: the handler failed or was closed.
         """
         began = time.monotonic()
-        self._wait_driving(way, deadline, partial(self._arrived, way, key), key, "nothing came")
-        arrived = time.monotonic()
+        if key not in self.inbox:
+            self._wait(way, key, partial(self._arrived, way, key), deadline, "nothing came")
         arrival = self.inbox.get(key)
+        arrived = time.monotonic()
         if arrival is None:
             raise ProtocolError(f"two receives at once for {key} of edge {way.edge.name!r}")
         if not arrival.settled:
-            text = "the payload did not come"
-            self._wait_driving(way, deadline, lambda: arrival.settled, key, text)
+            what = "the payload did not come"
+            self._wait(way, key, lambda: arrival.settled, deadline, what)
         with self._plane.lock:
             self.inbox.take(key)
         if arrival.refusal is not None:
@@ -157,18 +156,19 @@ class Incoming:
         self._count(way, key, arrival, arrived - began, time.monotonic() - arrived)
         return arrival
 
-    def _wait_driving(
-        self, way: WayIn, deadline: Deadline, ready: Callable[[], bool], key: Key, what: str
+    def _wait(
+        self, way: WayIn, key: Key, ready: Callable[[], bool], deadline: Deadline, what: str
     ) -> None:
         """Wait, and meanwhile finish what the link has begun, if that is the caller's to do.
 
         Messages before the awaited one must not hold it up: they fill the link.
         """
         link = way.link
+        look = (lambda: ready() or link.drivable) if link.finishes_in_caller else ready
         while True:
-            if not self._plane.wait(lambda: ready() or link.drivable, deadline):
+            if not self._plane.wait(look, deadline):
                 raise DeadlineError(self._missing(way, key, deadline, what))
-            if ready():
+            if look is ready or ready():
                 return
             try:
                 link.drive(deadline)
@@ -199,9 +199,10 @@ class Incoming:
             return arrival is not None and (arrival.settled or way.link.finishes_in_caller)
 
     def _arrived(self, way: WayIn, key: Key) -> bool:
-        if self.inbox.get(key) is not None:
+        if key in self.inbox:
             return True
-        self._presence.check_peer(way.peer, key, partial(self._expected, way, key))
+        if self._presence.lost(way.peer, key):
+            self._presence.check_peer(way.peer, key, self._expected(way, key))
         return False
 
     def _expected(self, way: WayIn, key: Key) -> str:
@@ -216,9 +217,3 @@ class Incoming:
             f"rank {self._plane.rank}: {what} from rank {way.peer} on edge {way.edge.name!r} "
             f"within {deadline.seconds:g} s; expected {key}, got {before} in this session"
         )
-
-
-def _tensor_of(payload: bytes) -> torch.Tensor:
-    if not payload:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

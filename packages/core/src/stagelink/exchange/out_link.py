@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from stagelink.errors import StagelinkError
 from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
 from stagelink.transport.contract import FINISHED, Link, Message, Pending
 
 if TYPE_CHECKING:
-    import torch
-
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.contract import Capabilities, Sender
     from stagelink.transport.header import Header
@@ -29,14 +29,15 @@ class SendJob:
 
     Attributes:
         header: what it is.
-        payload: its bytes, flat uint8; None once nobody needs them, and for a message without.
+        payload: its bytes, flat uint8, or as bytes what travels inline; None once nobody needs
+            them, and for a message without.
         started: whether the window has let it go.
         finished: whether the caller's memory is needed no more.
     """
 
     __slots__ = ("finished", "header", "payload", "started")
 
-    def __init__(self, header: Header, payload: torch.Tensor | None) -> None:
+    def __init__(self, header: Header, payload: torch.Tensor | bytes | None) -> None:
         self.header = header
         self.payload = payload
         self.started = False
@@ -132,7 +133,7 @@ class OutLink(LinkEnd):
         return self._capabilities.dtypes
 
     def _keep_copy(self, job: SendJob) -> None:
-        if job.payload is not None:
+        if isinstance(job.payload, torch.Tensor):
             job.payload = self._pool.take(job.payload.numel()).copy_(job.payload)
 
     def _pump(self) -> None:
@@ -147,7 +148,7 @@ class OutLink(LinkEnd):
                 item()
 
     def _begin(self, job: SendJob) -> bool:
-        if self._sender is None or job.payload is None:
+        if self._sender is None or not isinstance(job.payload, torch.Tensor):
             return False
         if len(self._begun) >= self._capabilities.in_flight:
             return False

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from stagelink.errors import DeadlineError, ProtocolError, StagelinkError
-from stagelink.transport.header import Direction, Flag, Header, MessageKind
+from stagelink.transport.header import Direction, Header, MessageKind
 
 if TYPE_CHECKING:
     from stagelink.control.connection import Frame
@@ -37,15 +39,16 @@ class Outgoing:
         observe: called with each event; None where nobody observes.
 
     Attributes:
+        inline_bytes: as given.
         ways: by (edge index, direction, peer).
     """
 
     def __init__(
         self, plane: Plane, presence: Presence, inline_bytes: int, observe: Observe | None
     ) -> None:
+        self.inline_bytes = inline_bytes
         self._plane = plane
         self._presence = presence
-        self._inline_bytes = inline_bytes
         self._observe = observe
         self.ways: dict[tuple[int, Direction, int], WayOut] = {}
         plane.handle(MessageKind.CREDIT, self._on_credit)
@@ -129,7 +132,8 @@ class Outgoing:
 
     def _place_now(self, way: WayOut, window: Window, key: Key) -> bool:
         with self._plane.lock:
-            self._presence.check_peer(way.peer, key, partial(self._undelivered, way, window, key))
+            if self._presence.lost(way.peer, key):
+                self._presence.check_peer(way.peer, key, self._undelivered(way, window, key))
             if window.open:
                 window.admit(key.session, key.microbatch)
                 return True
@@ -144,7 +148,7 @@ class Outgoing:
         )
 
     def _park(self, way: WayOut, window: Window, key: Key, job: SendJob, *, copy: bool) -> None:
-        if copy and job.payload is not None:
+        if copy and isinstance(job.payload, torch.Tensor):
             job.payload = job.payload.clone()
         start = partial(self._start, way, key, job, copy=False)
         with self._plane.lock:
@@ -158,13 +162,8 @@ class Outgoing:
     def _start(self, way: WayOut, key: Key, job: SendJob, *, copy: bool) -> None:
         job.started = True
         payload = job.payload
-        size_bytes = job.header.payload_bytes
-        if payload is None:
-            self._plane.post(way.peer, job.header)
-            job.finished = True
-        elif size_bytes <= self._inline_bytes:
-            header = job.header._replace(flags=job.header.flags | Flag.INLINE)
-            self._plane.post(way.peer, header, payload=payload.numpy().tobytes())
+        if not isinstance(payload, torch.Tensor):
+            self._plane.post(way.peer, job.header, payload=payload or b"")
             job.payload = None
             job.finished = True
             way.counters.inline_messages += 1
@@ -176,8 +175,8 @@ class Outgoing:
                 self._plane.check()
                 raise
         way.counters.messages += 1
-        way.counters.payload_bytes += size_bytes
-        self._event("send", way, key, size_bytes, 0.0)
+        way.counters.payload_bytes += job.header.payload_bytes
+        self._event("send", way, key, job.header.payload_bytes, 0.0)
 
     def wait_sent(self, ready: Callable[[], bool], deadline: Deadline) -> None:
         """Block until ``ready``: the memory of what was sent is the caller's again.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stagelink.errors import PeerClosedError
@@ -39,16 +38,18 @@ class Presence:
             if frame.header.session > self.left:
                 self._ended[frame.header.session, peer] = frame.note.decode(errors="replace")
 
-    def check_peer(self, peer: int, key: Key, awaited: Callable[[], str]) -> None:
-        """Raise if the peer has left the session or closed, so that ``awaited()`` cannot come.
+    def lost(self, peer: int, key: Key) -> bool:
+        """Whether the peer has left the message's session, or closed."""
+        return peer in self._plane.gone or (key.session, peer) in self._ended
+
+    def check_peer(self, peer: int, key: Key, awaited: str) -> None:
+        """Raise if the peer is `lost`, so that what is awaited cannot come.
 
         Raises:
-            PeerClosedError: it has.
+            PeerClosedError: it is.
         """
-        why = self._ended.get((key.session, peer))
-        if why is None and peer not in self._plane.gone:
+        if not self.lost(peer, key):
             return
+        why = self._ended.get((key.session, peer), "")
         what = "closed" if peer in self._plane.gone else f"left session {key.session}"
-        raise PeerClosedError(
-            f"rank {self._plane.rank}: peer rank {peer} {what}{why or ''}; {awaited()}"
-        )
+        raise PeerClosedError(f"rank {self._plane.rank}: peer rank {peer} {what}{why}; {awaited}")

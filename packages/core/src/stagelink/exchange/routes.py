@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stagelink.errors import UsageError
@@ -38,6 +39,8 @@ class Routes:
         self._rank = rank
         self._mail = mail
         self._stage = plan.stage_of(rank)
+        self._outputs = _by_name(plan.outputs(self._stage.index))
+        self._inputs = _by_name(plan.inputs(self._stage.index))
         self._microbatches = microbatches
         self.mine = microbatches_of(self._stage, plan.replica_of(rank), microbatches)
 
@@ -47,14 +50,14 @@ class Routes:
         Raises:
             UsageError: it produces no such tensor, or the microbatch is not this replica's.
         """
-        edges = self._edges(self._plan.outputs(self._stage.index), name, "produces")
+        edges = self._edges(self._outputs, name, "produces")
         self._check_mine(microbatch)
         ways = self._mail.out.ways
         return [ways[e.index, Direction.FORWARD, self._consumer(e, microbatch)] for e in edges]
 
     def incoming(self, name: str, microbatch: int) -> WayIn:
         """The way from the producer of a tensor that this stage consumes; raises as `outgoing`."""
-        edge = self._edges(self._plan.inputs(self._stage.index), name, "consumes")[0]
+        edge = self._edges(self._inputs, name, "consumes")[0]
         self._check_mine(microbatch)
         producer = rank_for(self._plan.stages[edge.source], microbatch)
         return self._mail.into.ways[edge.index, Direction.FORWARD, producer]
@@ -81,20 +84,26 @@ class Routes:
             f"{self._stage.name!r} handles {_listed(self.mine)} of {self._microbatches}"
         )
 
-    def _edges(self, edges: Sequence[Edge], name: str, does: str) -> list[Edge]:
-        found = [edge for edge in edges if edge.tensor.name == name]
-        if found:
+    def _edges(self, edges: Mapping[str, Sequence[Edge]], name: str, does: str) -> Sequence[Edge]:
+        found = edges.get(name)
+        if found is not None:
             return found
-        names = sorted({edge.tensor.name for edge in edges})
-        near = difflib.get_close_matches(str(name), names, 1)
+        near = difflib.get_close_matches(str(name), edges, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(
             f"rank {self._rank}: stage {self._stage.name!r} {does} no tensor {name!r}; "
-            f"it {does} {', '.join(map(repr, names)) or 'none'}{hint}"
+            f"it {does} {', '.join(map(repr, edges)) or 'none'}{hint}"
         )
 
     def _consumer(self, edge: Edge, microbatch: int) -> int:
         return rank_for(self._plan.stages[edge.target], microbatch)
+
+
+def _by_name(edges: Sequence[Edge]) -> dict[str, list[Edge]]:
+    names: defaultdict[str, list[Edge]] = defaultdict(list)
+    for edge in edges:
+        names[edge.tensor.name].append(edge)
+    return dict(names)
 
 
 def _listed(mine: range) -> str:

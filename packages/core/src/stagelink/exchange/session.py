@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from stagelink.errors import MessageError, PeerClosedError, UsageError
 from stagelink.exchange.arrival import Arrival, Key
-from stagelink.exchange.envelope import check_contract, check_gradient, seal, unseal
+from stagelink.exchange.envelope import Terms, check_contract, check_gradient, seal, unseal
 from stagelink.exchange.handles import RecvHandle, SendHandle
 from stagelink.exchange.out_link import SendJob
 from stagelink.exchange.routes import Routes
@@ -61,6 +61,7 @@ class Session:
         self.actions = tuple(actions)
         self._routes = Routes(self._plan, self._rank, mail, self.microbatches)
         self.mine = self._routes.mine
+        self._terms = Terms(self.mode == "train", mail.out.inline_bytes)
         self._mail = mail
         self._limits: Limits = self._plan.limits
         self.open = True
@@ -258,10 +259,13 @@ class Session:
         ways = self._outgoing(name, microbatch)
         edge = ways[0].edge
         keys = [Key(self.number, w.edge.index, Direction.FORWARD, microbatch) for w in ways]
-        job = self._job(ways, keys[0], tensor, partial(check_contract, edge))
-        jobs = []
+        check = partial(check_contract, edge) if edge.tensor.has_contract else None
+        job = self._job(ways, keys[0], tensor, check)
+        payload = job.payload
+        jobs: list[SendJob] = []
         for way, key in zip(ways, keys, strict=True):
-            own = SendJob(job.header._replace(edge=key.edge), job.payload)
+            # Every consumer's message is the same but for its edge.
+            own = SendJob(job.header._replace(edge=key.edge), payload) if jobs else job
             self._mail.out.send(way, key, own, copy=copy, deadline=deadline)
             self._sent[key.edge, microbatch] = job.header.requires_grad
             jobs.append(own)
@@ -272,10 +276,10 @@ class Session:
         ways: Sequence[WayOut],
         key: Key,
         tensor: torch.Tensor | None,
-        check: Callable[[torch.Tensor], None],
+        check: Callable[[torch.Tensor], None] | None,
     ) -> SendJob:
         try:
-            return seal(ways, key, tensor, check, trains=self.mode == "train")
+            return seal(ways, key, tensor, check, self._terms)
         except MessageError as error:
             text = f"rank {self._rank}: {key} of edge {ways[0].edge.name!r}: {error}"
             for way in ways:

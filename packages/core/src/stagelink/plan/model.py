@@ -54,6 +54,11 @@ class Tensor:
     shape: tuple[int, ...] | None = None
     grad: bool = True
 
+    @property
+    def has_contract(self) -> bool:
+        """Whether messages are held against a declared dtype or shape."""
+        return self.dtype is not None or self.shape is not None
+
 
 @dataclass(frozen=True)
 class Edge:

@@ -52,6 +52,8 @@ _NO_DIMS = (0,) * MAX_DIMS
 class MessageKind(enum.IntEnum):
     """What a frame says."""
 
+    __hash__ = int.__hash__  # in C; these are looked up for every frame
+
     HELLO = 1
     CHOSEN = 2
     OPEN = 3
@@ -70,15 +72,21 @@ class MessageKind(enum.IntEnum):
 class Direction(enum.IntEnum):
     """Which way along its edge a message travels."""
 
+    __hash__ = int.__hash__
+
     FORWARD = 0
     BACKWARD = 1
 
 
-class Flag(enum.IntFlag):
-    """Facts about one message."""
+class Flag:
+    """Facts about one message, as bits; plain numbers, since enum's operators are slow."""
 
     REQUIRES_GRAD = 1
     INLINE = 2
+
+
+_KINDS = {int(kind): kind for kind in MessageKind}
+_DIRECTIONS = {int(direction): direction for direction in Direction}
 
 
 class Header(NamedTuple):
@@ -124,7 +132,8 @@ class Header(NamedTuple):
     @property
     def body_bytes(self) -> int:
         """Bytes that follow this header in its frame."""
-        return self.note_bytes + (self.payload_bytes if self.inline else 0)
+        inline = self.flags & Flag.INLINE
+        return self.note_bytes + (self.payload_bytes if inline else 0)
 
     def pack(self, note_bytes: int = 0, fds: int = 0) -> bytes:
         """This header as `HEADER_BYTES` bytes, for a frame with such a note and so many fds."""
@@ -136,32 +145,33 @@ class Header(NamedTuple):
         )  # fmt: skip
 
     @classmethod
-    def unpack(cls, data: bytes | bytearray | memoryview) -> Header:
-        """Read a header from exactly `HEADER_BYTES` bytes, trusting nothing in them.
+    def unpack(cls, data: bytes | bytearray, at: int = 0) -> Header:
+        """Read a header from the `HEADER_BYTES` bytes at a place, trusting nothing in them.
 
         Raises:
             ProtocolError: foreign magic, another version, an unknown kind, or sizes that do not
                 agree with each other.
         """
-        (
-            magic, version, kind, direction, flags, session, edge, microbatch, sequence, link,
-            dtype_code, dims, fds, _, note_bytes, payload_bytes, *sizes, trace,
-        ) = _LAYOUT.unpack(data)  # fmt: skip
+        fields = _LAYOUT.unpack_from(data, at)
+        magic, version, kind, direction = fields[:4]
+        dims, note_bytes = fields[11], fields[14]
         if magic != MAGIC:
-            raise ProtocolError(f"not a stagelink frame: it begins with {bytes(magic)!r}")
+            raise ProtocolError(f"not a stagelink frame: it begins with {magic!r}")
         if version != VERSION:
             raise ProtocolError(f"wire version {version} from the peer, {VERSION} here")
         if dims > MAX_DIMS or note_bytes > MAX_NOTE_BYTES:
             raise ProtocolError(f"damaged header: {dims} dims, a note of {note_bytes} bytes")
         try:
-            known_kind, known_direction = MessageKind(kind), Direction(direction)
-        except ValueError as error:
-            raise ProtocolError(f"damaged header: {error}") from None
+            known_kind, known_direction = _KINDS[kind], _DIRECTIONS[direction]
+        except KeyError as error:
+            raise ProtocolError(f"damaged header: no kind or direction {error}") from None
+        flags, session, edge, microbatch, sequence, link, dtype_code = fields[4:11]
         header = cls(
             known_kind, known_direction, flags, session, edge, microbatch, sequence, link,
-            dtype_code, fds, note_bytes, payload_bytes, tuple(sizes[:dims]), trace,
+            dtype_code, fields[12], note_bytes, fields[15], fields[16 : 16 + dims], fields[24],
         )  # fmt: skip
-        header._check_sizes()
+        if header.dtype_code or header.payload_bytes:
+            header._check_sizes()
         return header
 
     def _check_sizes(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from ctypes import string_at
+
 import torch
 
 from stagelink.errors import MessageError, MessageTypeError
 from stagelink.plan.dtypes import DTYPE_BY_NAME, DTYPES, DType
 from stagelink.transport.header import MAX_DIMS
 
-__all__ = ["dtype_of", "from_bytes", "to_bytes"]
+__all__ = ["dtype_of", "from_bytes", "from_raw", "raw_bytes", "to_bytes"]
 
 _BY_TORCH: dict[torch.dtype, DType] = {
     getattr(torch, dtype.name): dtype for dtype in DTYPES if hasattr(torch, dtype.name)
@@ -57,6 +59,23 @@ def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if plain.is_neg():
         plain = plain.resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """A CPU tensor's elements in logical order as bytes; for small ones, in one step."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return string_at(tensor.data_ptr(), tensor.nbytes)
+    flat = to_bytes(tensor)
+    return string_at(flat.data_ptr(), flat.numel())
+
+
+def from_raw(payload: bytes, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+    """A new tensor with these bytes."""
+    kind = _TO_TORCH[dtype.code]
+    if not payload:
+        return torch.empty(shape, dtype=kind)
+    flat = torch.frombuffer(bytearray(payload), dtype=kind)
+    return flat if len(shape) == 1 else flat.view(shape)
 
 
 def from_bytes(payload: torch.Tensor, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
