@@ -263,6 +263,13 @@ def test_c079_a_rank_in_no_stage() -> None:
     assert "3" in str(caught.value)
 
 
+def test_c115_two_stages_on_one_rank_are_refused() -> None:
+    plan = document(LOOPBACK, (1, 1, 1), line(3))
+    plan["stages"][2]["ranks"] = [0]
+    with pytest.raises(ValueError, match=r"rank 0"):
+        stagelink.Plan.from_dict(plan)
+
+
 # -- one edge does not hold up another -----------------------------------------------------------
 
 

@@ -230,6 +230,7 @@ class Twin:
                     self.sender.on_note(body, ())
                 else:
                     self._begin(Header.unpack(body))
+                self.wake()
         except (EOFError, ConnectionResetError):
             if not self._deaf:
                 self.fail(ConnectionError(f"rank {self.peer} died"))

@@ -1,8 +1,8 @@
-"""The two ends of a link: a payload, one byte behind it as a trailer, one that comes back.
+"""The two ends of a link: a payload, a trailer of one byte behind it, a receipt that comes back.
 
 Gloo tells an operation of its peer's death unless bytes of it are on their way. So nobody waits
 for a payload: the receiver waits for the trailer, which cannot be on its way before the payload is
-through, and the sender for the receipt.
+through; the sender for the receiver's receipt, a note on core's connection, which core watches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stagelink.transport.contract import FINISHED, Pending, Receiver, Sender
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stagelink.transport.contract import Announce, Deadline, Link, Message
+    from stagelink.transport.contract import Announce, Deadline, Message, Port
     from stagelink.transport.header import Header
     from stagelink_gloo.pair import Operation, Pair
 
@@ -24,7 +24,7 @@ __all__ = ["GlooReceiver", "GlooSender"]
 
 _PAYLOAD_TAG = 0
 _TRAILER_TAG = 1
-_RECEIPT_TAG = 2
+_RECEIPT = b"received"
 
 
 class GlooSender(Sender):
@@ -32,14 +32,16 @@ class GlooSender(Sender):
 
     Args:
         pair: the connection with the receiver's rank.
-        link: for errors.
+        port: for the link's name and receipts.
     """
 
-    def __init__(self, pair: Pair, link: Link) -> None:
+    def __init__(self, pair: Pair, port: Port) -> None:
         self._pair = pair
-        self._doing = f"{link}: sending"
+        self._port = port
+        self._doing = f"{port.link}: sending"
         self._trailer = torch.zeros(1, dtype=torch.uint8)
-        self._receipt = torch.zeros(1, dtype=torch.uint8)
+        self._begun = 0
+        self._receipts = 0
 
     def begin(self, message: Message, announce: Announce) -> Pending:
         """Hand the payload to gloo, which reads it when the receiver is ready.
@@ -52,9 +54,24 @@ class GlooSender(Sender):
             return FINISHED
         payload = self._pair.send(message.payload, _PAYLOAD_TAG, self._doing)
         trailer = self._pair.send(self._trailer, _TRAILER_TAG, self._doing)
-        receipt = self._pair.receive(self._receipt, _RECEIPT_TAG, f"{self._doing}: receipt of")
+        self._begun += 1
         announce()
-        return _Sent(receipt, payload, trailer)
+        return _Sent(self, self._begun, payload, trailer)
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        """A receipt: one more message is through."""
+        del note, fds
+        self._receipts += 1
+
+    def wait_receipt(self, number: int, deadline: Deadline) -> None:
+        """Block until the receiver has the ``number``-th message, counted from 1.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            StagelinkError: the handler failed or was closed meanwhile.
+        """
+        if not self._port.wait(lambda: self._receipts >= number, deadline):
+            raise TimeoutError(f"{self._doing}: no receipt within {deadline.seconds:g} s")
 
     def abort(self, cause: BaseException) -> None:
         """Close the connection, so that the peer is woken as well."""
@@ -63,12 +80,18 @@ class GlooSender(Sender):
 
 
 class _Sent(Pending):
-    def __init__(self, *operations: Operation) -> None:
-        self._operations = operations
+    def __init__(
+        self, sender: GlooSender, number: int, payload: Operation, trailer: Operation
+    ) -> None:
+        self._sender = sender
+        self._number = number
+        self._payload = payload
+        self._trailer = trailer
 
     def finish(self, deadline: Deadline) -> None:
-        for operation in self._operations:
-            operation.wait(deadline)
+        self._sender.wait_receipt(self._number, deadline)
+        self._payload.wait(deadline)
+        self._trailer.wait(deadline)
 
 
 class GlooReceiver(Receiver):
@@ -76,15 +99,14 @@ class GlooReceiver(Receiver):
 
     Args:
         pair: the connection with the sender's rank.
-        link: for errors.
+        port: for the link's name and receipts.
     """
 
-    def __init__(self, pair: Pair, link: Link) -> None:
+    def __init__(self, pair: Pair, port: Port) -> None:
         self._pair = pair
-        self._doing = f"{link}: receiving"
+        self._port = port
+        self._doing = f"{port.link}: receiving"
         self._trailer = torch.zeros(1, dtype=torch.uint8)
-        self._receipt = torch.zeros(1, dtype=torch.uint8)
-        self._confirmed: Operation | None = None
 
     def begin(
         self,
@@ -104,13 +126,7 @@ class GlooReceiver(Receiver):
             return FINISHED
         payload = self._pair.receive(buffer, _PAYLOAD_TAG, self._doing)
         trailer = self._pair.receive(self._trailer, _TRAILER_TAG, self._doing)
-        return _Received(self, trailer, payload)
-
-    def confirm(self, deadline: Deadline) -> None:
-        """Send a receipt, without waiting for more than the one before it."""
-        if self._confirmed is not None:
-            self._confirmed.wait(deadline)
-        self._confirmed = self._pair.send(self._receipt, _RECEIPT_TAG, self._doing)
+        return _Received(self._port, payload, trailer)
 
     def abort(self, cause: BaseException) -> None:
         """As `GlooSender.abort`."""
@@ -119,11 +135,12 @@ class GlooReceiver(Receiver):
 
 
 class _Received(Pending):
-    def __init__(self, receiver: GlooReceiver, *operations: Operation) -> None:
-        self._receiver = receiver
-        self._operations = operations
+    def __init__(self, port: Port, payload: Operation, trailer: Operation) -> None:
+        self._port = port
+        self._payload = payload
+        self._trailer = trailer
 
     def finish(self, deadline: Deadline) -> None:
-        for operation in self._operations:
-            operation.wait(deadline)
-        self._receiver.confirm(deadline)
+        self._trailer.wait(deadline)
+        self._payload.wait(deadline)
+        self._port.note(_RECEIPT)

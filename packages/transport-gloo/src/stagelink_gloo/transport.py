@@ -65,11 +65,13 @@ class Gloo(Transport):
             TimeoutError: the peer did not come before the deadline.
             ConnectionError: it came, and could not be reached.
         """
-        return GlooSender(self._pair(port, deadline), link)
+        del link
+        return GlooSender(self._pair(port, deadline), port)
 
     def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
         """Open the receiving end; as `open_sender`."""
-        return GlooReceiver(self._pair(port, deadline), link)
+        del link
+        return GlooReceiver(self._pair(port, deadline), port)
 
     def _pair(self, port: Port, deadline: Deadline) -> Pair:
         # No lock: all that is opened for one peer is opened on one thread.

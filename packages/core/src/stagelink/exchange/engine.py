@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
 from base64 import b64decode, b64encode
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
+logger = logging.getLogger("stagelink")
 _MAX_FACTS_BYTES = 64 * 1024 * 1024
 _SPIN_S = 50e-6
 _ABORT_KEY_S = 1.0
@@ -112,6 +114,7 @@ class Engine:
         self.wiring.open(found.transports, deadline)
         for link in self.wiring.links:
             self._plugins.hooks.link_opened(link)
+            logger.debug("rank %d: opened %s", self.rank, link)
 
     def _server(self) -> str:
         index = self.plan.server_of(self.rank)

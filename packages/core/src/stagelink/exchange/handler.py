@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
-from stagelink.exchange.session import Session
+from stagelink.exchange.eager import session_class
 from stagelink.schedule import Verdict, actions_for, require, verify
 from stagelink.transport.contract import Deadline, Link
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stagelink.exchange.engine import Engine
     from stagelink.exchange.handles import Awaited
     from stagelink.exchange.opening import Mode
+    from stagelink.exchange.session import Session
     from stagelink.plan import Plan, Stage
     from stagelink.schedule import Action
     from stagelink.transport.events import LinkCounters
@@ -107,7 +108,8 @@ class Handler:
         self._engine.mail.enter(lambda edge: windows[edge.index])
         own = actions_for(self.plan, self.rank, opening.microbatches, verdict.warm_up, mode)
         mine = own if actions is None else actions.get(self.rank, ())
-        self._session = Session(number, opening, (self.plan, self.rank), self._engine.mail, mine)
+        place = (self.plan, self.rank)
+        self._session = session_class()(number, opening, place, self._engine.mail, mine)
         return self._session
 
     def _check_opening(self, microbatches: object) -> None:

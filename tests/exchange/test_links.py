@@ -1,0 +1,540 @@
+"""The two ends of a link over transports that behave as they like."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from stagelink.errors import ClosedError, StagelinkError, TransportError
+from stagelink.exchange.arrival import Arrival
+from stagelink.exchange.in_link import InLink
+from stagelink.exchange.out_link import OutLink, SendJob
+from stagelink.transport.buffers import BufferPool
+from stagelink.transport.contract import (
+    FINISHED,
+    Capabilities,
+    Deadline,
+    Link,
+    Message,
+    Pending,
+    Receiver,
+    Sender,
+)
+from stagelink.transport.header import Header, MessageKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from stagelink.transport.contract import Announce
+
+LINK = Link(0, 1, "fake", "cpu")
+SOON = 20.0
+
+
+def _capabilities(**more: Any) -> Capabilities:
+    return Capabilities(devices=frozenset({"cpu"}), auto_rank=0, **more)
+
+
+def _header(number: int, size_bytes: int = 4) -> Header:
+    return Header(MessageKind.DATA, microbatch=number, payload_bytes=size_bytes)
+
+
+class Gated(Pending):
+    """Is through when it is told to be, or raises what it is told to."""
+
+    def __init__(self, payload: torch.Tensor | None = None) -> None:
+        self.gate = threading.Event()
+        self.error: BaseException | None = None
+        self.payload = payload
+        self.finishes = 0
+
+    def let(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.gate.set()
+
+    def finish(self, deadline: Deadline) -> torch.Tensor | None:
+        self.finishes += 1
+        assert self.gate.wait(SOON)
+        if self.error is not None:
+            raise self.error
+        return self.payload
+
+
+class FakeSender(Sender):
+    """Begins as told; keeps what came."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.error: BaseException | None = None
+        self.at_once = False
+        self.begun: list[int] = []
+        self.payloads: list[torch.Tensor] = []
+        self.pendings: list[Gated] = []
+        self.calls: list[str] = []
+        self._inside = threading.Lock()
+
+    def begin(self, message: Message, announce: Announce) -> Pending | None:
+        assert self._inside.acquire(blocking=False), "two begin at once"
+        try:
+            if self.error is not None:
+                raise self.error
+            if self.full:
+                return None
+            announce(b"note")
+            self.begun.append(message.header.microbatch)
+            self.payloads.append(message.payload)
+            if self.at_once:
+                return FINISHED
+            self.pendings.append(Gated())
+            return self.pendings[-1]
+        finally:
+            self._inside.release()
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        self.calls.append(f"note {note!r}")
+
+    def abort(self, cause: BaseException) -> None:
+        self.calls.append(f"abort {cause}")
+        for pending in self.pendings:
+            pending.let(ConnectionAbortedError("aborted"))
+
+    def close(self, deadline: Deadline) -> None:
+        self.calls.append("close")
+
+
+class Out:
+    """An `OutLink`, what it announced and what it failed with."""
+
+    def __init__(self, **capabilities: Any) -> None:
+        self.announced: list[int] = []
+        self.failures: list[StagelinkError] = []
+        self.changes = threading.Condition()
+        self.sender = FakeSender()
+        self.link = OutLink(
+            LINK,
+            _capabilities(**capabilities),
+            lambda header, note, fds: self.announced.append(header.microbatch),
+            BufferPool(2**20),
+            self._changed,
+            self._failed,
+        )
+
+    def _changed(self) -> None:
+        with self.changes:
+            self.changes.notify_all()
+
+    def _failed(self, error: StagelinkError) -> None:
+        self.failures.append(error)
+        self._changed()
+
+    def submit(self, number: int, *, copy: bool = False) -> SendJob:
+        job = SendJob(_header(number), torch.full((4,), number % 256, dtype=torch.uint8))
+        self.link.submit(job, copy=copy)
+        return job
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        with self.changes:
+            assert self.changes.wait_for(condition, SOON)
+
+    def wait_begun(self, number: int) -> Gated:
+        self.until(lambda: len(self.sender.pendings) > number)
+        return self.sender.pendings[number]
+
+    def wait_finished(self, job: SendJob) -> None:
+        self.until(lambda: job.finished)
+
+
+@pytest.fixture
+def out() -> Iterator[Callable[..., Out]]:
+    with ExitStack() as stack:
+
+        def make(*, opened: bool = True, **capabilities: Any) -> Out:
+            end = Out(**capabilities)
+            if opened:
+                end.link.opened(end.sender)
+            stack.callback(end.link.close, Deadline(SOON))
+            return end
+
+        yield make
+
+
+def _worker_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "stagelink" in thread.name]
+
+
+def test_what_is_finished_at_once_needs_no_thread(out: Callable[..., Out]) -> None:
+    end = out()
+    end.sender.at_once = True
+    job = end.submit(0)
+    assert job.finished
+    assert job.payload is None
+    assert end.link.unfinished == 0
+    assert _worker_names() == []
+
+
+def test_a_message_is_finished_by_the_worker(out: Callable[..., Out]) -> None:
+    end = out()
+    job = end.submit(0)
+    assert (job.finished, end.link.unfinished, end.announced) == (False, 1, [0])
+    assert _worker_names() == ["stagelink-send-0-1-fake"]
+    end.sender.pendings[0].let()
+    end.wait_finished(job)
+    assert end.link.unfinished == 0
+
+
+def test_no_more_begin_than_may_be_in_flight(out: Callable[..., Out]) -> None:
+    end = out(in_flight=2)
+    jobs = [end.submit(number) for number in range(5)]
+    assert end.sender.begun == end.announced == [0, 1]
+    for number, job in enumerate(jobs):
+        end.wait_begun(number).let()
+        end.wait_finished(job)
+    assert end.sender.begun == [0, 1, 2, 3, 4]
+    assert [pending.finishes for pending in end.sender.pendings] == [1] * 5
+
+
+def test_no_room_and_then_room(out: Callable[..., Out]) -> None:
+    end = out()
+    end.sender.at_once = end.sender.full = True
+    jobs = [end.submit(number) for number in range(3)]
+    end.link.room()
+    assert end.announced == []
+    end.sender.full = False
+    assert end.submit(3).finished is False  # behind those that wait
+    end.link.room()
+    assert end.announced == [0, 1, 2, 3]
+    assert all(job.finished for job in jobs)
+
+
+def test_what_is_sent_before_the_link_is_open_waits(out: Callable[..., Out]) -> None:
+    end = out(opened=False)
+    end.sender.at_once = True
+    jobs = [end.submit(number) for number in range(2)]
+    end.link.note(b"early", ())
+    assert end.announced == []
+    end.link.opened(end.sender)
+    end.link.note(b"later", ())
+    assert end.announced == [0, 1]
+    assert all(job.finished for job in jobs)
+    assert end.sender.calls == ["note b'early'", "note b'later'"]
+
+
+@pytest.mark.parametrize("copies_on_begin", [True, False])
+@pytest.mark.parametrize("full", [True, False])
+def test_a_copy_is_made_where_the_transport_makes_none(
+    out: Callable[..., Out], copies_on_begin: bool, full: bool
+) -> None:
+    end = out(copies_on_begin=copies_on_begin)
+    end.sender.at_once = True
+    end.sender.full = full
+    payload = torch.full((4,), 7, dtype=torch.uint8)
+    end.link.submit(SendJob(_header(0), payload), copy=True)
+    payload.fill_(9)
+    end.sender.full = False
+    end.link.room()
+    (sent,) = end.sender.payloads
+    copied = full or not copies_on_begin
+    assert (sent.data_ptr() == payload.data_ptr()) != copied
+    assert sent.tolist() == [7 if copied else 9] * 4
+
+
+def test_without_a_copy_the_callers_memory_is_sent(out: Callable[..., Out]) -> None:
+    end = out()
+    payload = torch.zeros(4, dtype=torch.uint8)
+    end.link.submit(SendJob(_header(0), payload), copy=False)
+    assert end.sender.payloads[0].data_ptr() == payload.data_ptr()
+    end.sender.pendings[0].let()
+
+
+def test_an_error_in_begin_is_the_callers(out: Callable[..., Out]) -> None:
+    end = out()
+    end.sender.error = OSError("no wire")
+    with pytest.raises(TransportError, match="sending on 0→1 by fake: OSError: no wire") as caught:
+        end.submit(0)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert end.failures == []
+
+
+def test_an_error_in_begin_of_what_waited_fails_the_handler(out: Callable[..., Out]) -> None:
+    end = out()
+    end.sender.full = True
+    end.submit(0)
+    end.sender.error = OSError("no wire")
+    end.link.room()
+    assert [str(error) for error in end.failures] == ["sending on 0→1 by fake: OSError: no wire"]
+
+
+def test_an_error_in_finish_fails_the_handler_once(out: Callable[..., Out]) -> None:
+    end = out(in_flight=2)
+    end.submit(0)
+    end.submit(1)
+    end.sender.pendings[0].let(OSError("cut"))
+    end.until(lambda: bool(end.failures))
+    assert isinstance(end.failures[0], TransportError)
+    assert isinstance(end.failures[0].__cause__, OSError)
+    end.sender.pendings[1].let()
+
+
+def test_after_all_that_was_submitted(out: Callable[..., Out]) -> None:
+    end = out()
+    end.sender.at_once = True
+    order: list[str] = []
+    end.link.when_announced(lambda: order.append("idle"))
+    assert order == ["idle"]
+    end.sender.full = True
+    end.submit(0)
+    end.link.when_announced(lambda: order.append(f"after {end.announced}"))
+    end.submit(1)
+    assert order == ["idle"]
+    end.sender.full = False
+    end.link.room()
+    assert order == ["idle", "after [0]"]
+    assert end.announced == [0, 1]
+
+
+def test_close_wakes_a_worker_that_waits_and_gives_back(out: Callable[..., Out]) -> None:
+    end = out()
+    job = end.submit(0)
+    end.link.close(Deadline(SOON))
+    assert not job.finished
+    assert end.sender.calls[0].startswith("abort ")
+    assert end.sender.calls[-1] == "close"
+    assert _worker_names() == []
+    with pytest.raises(ClosedError, match="stagelink-send-0-1-fake is being closed"):
+        end.link.check_open()
+
+
+def test_the_order_of_begin_is_the_order_of_headers_from_any_thread(
+    out: Callable[..., Out],
+) -> None:
+    end = out(in_flight=3)
+    stop = threading.Event()
+
+    def finish_at_random() -> None:
+        draw = random.Random(1)
+        done = 0
+        while not (stop.is_set() and done == len(end.sender.pendings)):
+            some = end.sender.pendings[done : done + 3]
+            draw.shuffle(some)
+            for pending in some:
+                pending.let()
+            done += len(some)
+            end.sender.full = draw.random() < 0.3
+            if not end.sender.full:
+                end.link.room()
+        end.sender.full = False
+        end.link.room()
+
+    def send(first: int) -> None:
+        for number in range(first, first + 100):
+            end.submit(number, copy=True)
+
+    finisher = threading.Thread(target=finish_at_random)
+    senders = [threading.Thread(target=send, args=(100 * n,)) for n in range(8)]
+    for thread in (finisher, *senders):
+        thread.start()
+    for thread in senders:
+        thread.join(SOON)
+    stop.set()
+    while end.link.unfinished:
+        end.sender.full = False
+        end.link.room()
+        for pending in list(end.sender.pendings):
+            pending.let()
+    finisher.join(SOON)
+    assert end.sender.begun == end.announced
+    assert sorted(end.announced) == list(range(800))
+    for n in range(8):
+        mine = [number for number in end.announced if number // 100 == n]
+        assert mine == sorted(mine)
+
+
+# -- the receiving end ---------------------------------------------------------------------------
+
+
+class FakeReceiver(Receiver):
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.pendings: list[Gated] = []
+        self.error: BaseException | None = None
+        self.into_buffer = True
+        self.calls: list[str] = []
+
+    def begin(
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+    ) -> Pending:
+        if self.error is not None:
+            raise self.error
+        self.begun.append(header.microbatch)
+        payload = torch.full((header.payload_bytes,), header.microbatch, dtype=torch.uint8)
+        if self.into_buffer:
+            accept().copy_(payload)
+        self.pendings.append(Gated(None if self.into_buffer else payload))
+        return self.pendings[-1]
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        self.calls.append(f"note {note!r}")
+
+    def abort(self, cause: BaseException) -> None:
+        for pending in self.pendings:
+            pending.let(ConnectionAbortedError("aborted"))
+
+    def close(self, deadline: Deadline) -> None:
+        self.calls.append("close")
+
+
+class In:
+    """An `InLink`, what it settled and what it failed with."""
+
+    def __init__(self, **capabilities: Any) -> None:
+        self.settled: deque[Arrival] = deque()
+        self.failures: list[StagelinkError] = []
+        self.changes = threading.Condition()
+        self.receiver = FakeReceiver()
+        self.link = InLink(
+            LINK, _capabilities(**capabilities), BufferPool(2**20), self._settled, self._failed
+        )
+
+    def _settled(self, arrival: Arrival) -> None:
+        with self.changes:
+            arrival.settled = True
+            self.settled.append(arrival)
+            self.changes.notify_all()
+
+    def _failed(self, error: StagelinkError) -> None:
+        with self.changes:
+            self.failures.append(error)
+            self.changes.notify_all()
+
+    def announce(self, number: int) -> Arrival:
+        arrival = Arrival(_header(number), 0)
+        arrival.link = self.link
+        self.link.announced(arrival, b"note", ())
+        return arrival
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        with self.changes:
+            assert self.changes.wait_for(condition, SOON)
+
+    def wait_begun(self, number: int) -> Gated:
+        self.until(lambda: len(self.receiver.pendings) > number)
+        return self.receiver.pendings[number]
+
+    def wait_settled(self, arrival: Arrival) -> None:
+        self.until(lambda: arrival.settled)
+
+
+@pytest.fixture
+def into() -> Iterator[Callable[..., In]]:
+    with ExitStack() as stack:
+
+        def make(*, opened: bool = True, **capabilities: Any) -> In:
+            end = In(**capabilities)
+            if opened:
+                end.link.opened(end.receiver)
+            stack.callback(end.link.close, Deadline(SOON))
+            return end
+
+        yield make
+
+
+@pytest.mark.parametrize("into_buffer", [True, False])
+def test_a_payload_in_the_buffer_or_in_memory_of_the_transport(
+    into: Callable[..., In], into_buffer: bool
+) -> None:
+    end = into()
+    end.receiver.into_buffer = into_buffer
+    arrival = end.announce(3)
+    end.receiver.pendings[0].let()
+    end.wait_settled(arrival)
+    assert isinstance(arrival.payload, torch.Tensor)
+    assert arrival.payload.tolist() == [3] * 4
+
+
+def test_what_is_announced_begins_though_nobody_asks(into: Callable[..., In]) -> None:
+    end = into(in_flight=2)
+    arrivals = [end.announce(number) for number in range(4)]
+    assert end.receiver.begun == [0, 1]
+    for number in range(4):
+        end.wait_begun(number).let()
+        end.wait_settled(arrivals[number])
+    assert end.receiver.begun == [0, 1, 2, 3]
+    assert list(end.settled) == arrivals
+
+
+def test_headers_before_the_link_is_open_are_held(into: Callable[..., In]) -> None:
+    end = into(opened=False)
+    arrival = end.announce(0)
+    end.link.note(b"early", ())
+    assert end.receiver.begun == []
+    end.link.opened(end.receiver)
+    end.receiver.pendings[0].let()
+    end.wait_settled(arrival)
+    assert end.receiver.calls == ["note b'early'"]
+
+
+def test_the_caller_finishes_where_the_transport_says_so(into: Callable[..., In]) -> None:
+    end = into(caller_thread=True, in_flight=4)
+    arrivals = [end.announce(number) for number in range(3)]
+    assert _worker_names() == []
+    for pending in end.receiver.pendings:
+        pending.let()
+    for _ in range(3):
+        end.link.drive(Deadline(SOON))
+    assert list(end.settled) == arrivals
+    assert not end.link.drivable
+    end.link.drive(Deadline(SOON))  # nothing is left, and nothing happens
+
+
+def test_what_nobody_will_ask_for_is_drained_by_a_worker(into: Callable[..., In]) -> None:
+    end = into(caller_thread=True, in_flight=2)
+    arrivals = [end.announce(number) for number in range(4)]
+    end.link.drain()
+    for number, arrival in enumerate(arrivals):
+        end.wait_begun(number).let()
+        end.wait_settled(arrival)
+    assert list(end.settled) == arrivals
+    assert end.link.unfinished == 0
+
+
+def test_an_error_in_begin_is_the_reading_threads(into: Callable[..., In]) -> None:
+    end = into()
+    end.receiver.error = OSError("no wire")
+    with pytest.raises(TransportError, match="receiving on 0→1 by fake: OSError: no wire"):
+        end.announce(0)
+
+
+def test_an_error_in_finish_fails_the_handler(into: Callable[..., In]) -> None:
+    end = into()
+    end.announce(0)
+    end.receiver.pendings[0].let(OSError("cut"))
+    end.until(lambda: bool(end.failures))
+    assert "receiving on 0→1 by fake: OSError: cut" in str(end.failures[0])
+
+
+def test_an_error_in_the_callers_finish_is_the_callers(into: Callable[..., In]) -> None:
+    end = into(caller_thread=True)
+    end.announce(0)
+    end.receiver.pendings[0].let(OSError("cut"))
+    with pytest.raises(TransportError, match="receiving on 0→1 by fake: OSError: cut"):
+        end.link.drive(Deadline(SOON))
+    assert end.failures == []
+
+
+def test_close_wakes_a_worker_in_the_middle_of_a_payload(into: Callable[..., In]) -> None:
+    end = into()
+    arrival = end.announce(0)
+    end.link.close(Deadline(SOON))
+    assert not arrival.settled
+    assert _worker_names() == []
+    assert end.receiver.calls == ["close"]
