@@ -310,44 +310,52 @@ def test_close_wakes_a_worker_that_waits_and_gives_back(out: Callable[..., Out])
         end.link.check_open()
 
 
+class Weather(threading.Thread):
+    """Finishes messages in any order, lets the sender be full now and then, until all is sent."""
+
+    def __init__(self, end: Out) -> None:
+        super().__init__()
+        self.over = threading.Event()
+        self._end = end
+        self._draw = random.Random(1)
+        self._done = 0
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            self._change(full=self._draw.random() < 0.3)
+        while self._end.link.unfinished:
+            self._change(full=False)
+
+    def _change(self, *, full: bool) -> None:
+        sender = self._end.sender
+        some = sender.pendings[self._done : self._done + 3]
+        self._draw.shuffle(some)
+        for pending in some:
+            pending.let()
+        self._done += len(some)
+        sender.full = full
+        if not full:
+            self._end.link.room()
+
+
 def test_the_order_of_begin_is_the_order_of_headers_from_any_thread(
     out: Callable[..., Out],
 ) -> None:
     end = out(in_flight=3)
-    stop = threading.Event()
-
-    def finish_at_random() -> None:
-        draw = random.Random(1)
-        done = 0
-        while not (stop.is_set() and done == len(end.sender.pendings)):
-            some = end.sender.pendings[done : done + 3]
-            draw.shuffle(some)
-            for pending in some:
-                pending.let()
-            done += len(some)
-            end.sender.full = draw.random() < 0.3
-            if not end.sender.full:
-                end.link.room()
-        end.sender.full = False
-        end.link.room()
+    weather = Weather(end)
 
     def send(first: int) -> None:
         for number in range(first, first + 100):
             end.submit(number, copy=True)
 
-    finisher = threading.Thread(target=finish_at_random)
     senders = [threading.Thread(target=send, args=(100 * n,)) for n in range(8)]
-    for thread in (finisher, *senders):
+    for thread in (weather, *senders):
         thread.start()
     for thread in senders:
         thread.join(SOON)
-    stop.set()
-    while end.link.unfinished:
-        end.sender.full = False
-        end.link.room()
-        for pending in list(end.sender.pendings):
-            pending.let()
-    finisher.join(SOON)
+    weather.over.set()
+    weather.join(SOON)
+    assert not weather.is_alive()
     assert end.sender.begun == end.announced
     assert sorted(end.announced) == list(range(800))
     for n in range(8):

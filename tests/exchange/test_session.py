@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import stagelink
-from stagelink.exchange.session import Session
 from stagelink.testing.faults import Gate, Hold, Point, faulty
 from stagelink.transport.contract import Deadline
 from stagelink.transport.loopback import Loopback
 from tests.support.pipelines import LOOPBACK, check_same, document, line, tensor
 
 if TYPE_CHECKING:
+    from stagelink.exchange.session import Session
     from tests.support.pipelines import Document, Ranks
 
 SMALL, LARGE = 3, 30_000
@@ -149,7 +150,7 @@ def _wrong_then_right(comm: stagelink.Handler) -> None:
                 session.send("h", _ones(), mb)
             for mb in range(2):
                 with pytest.raises(
-                    stagelink.RefusedError, match="shape .3. and dtype float32, it"
+                    stagelink.RefusedError, match=r"shape .3. and dtype float32, it"
                 ):
                     session.recv_grad("h", mb)
                 comm.reduce([0.0])
@@ -161,7 +162,7 @@ def _wrong_then_right(comm: stagelink.Handler) -> None:
             comm.reduce([0.0])
             check_same(session.recv("h", 1), torch.ones(SMALL))
             for mb in range(2):
-                with pytest.raises(stagelink.MessageError, match="its gradient .4. and float32"):
+                with pytest.raises(stagelink.MessageError, match=r"its gradient .4. and float32"):
                     session.send_grad("h", torch.ones(4), mb)
                 comm.reduce([0.0])
                 session.send_grad("h", torch.ones(SMALL), mb)
@@ -214,45 +215,21 @@ def test_gradients_of_several_consumers_are_added_in_their_order(
     ranks.run(plan, _sum, size)
 
 
-def _one_consumer_is_late(comm: stagelink.Handler) -> None:
-    with comm.train(3) as session:
-        if comm.rank == 0:
-            for mb in range(2):
-                session.send("h", _ones(), mb)
-            comm.reduce([0.0])
-            comm.reduce([0.0])  # rank 1 has answered, rank 2 has not
-            with pytest.raises(stagelink.DeadlineError, match="edge 'h>2' to rank 2 within 0.1 s"):
-                session.send("h", _ones(), 2, deadline_s=0.1)
-            with pytest.raises(stagelink.UsageError, match="microbatch 2 was not sent in this se"):
-                session.recv_grad("h", 2)
-            comm.reduce([0.0])
-            session.send("h", _ones(), 2)
-            for mb in range(3):
-                check_same(session.recv_grad("h", mb), torch.full((SMALL,), 2.0))
-            return
-        comm.reduce([0.0])
-        early = comm.rank == 1
-        for mb in range(3):
-            if mb == (2 if early else 0):
-                comm.reduce([0.0])
-                comm.reduce([0.0])
-            check_same(session.recv("h", mb), torch.ones(SMALL))
-            session.send_grad("h", torch.ones(SMALL), mb)
-
-
 def test_a_second_try_goes_to_the_consumer_that_left_no_place(ranks: Ranks) -> None:
     tensors = [tensor("h", 0, 1, 2, grad=False), tensor("x", 1, 2)]
-    ranks.run(ranks.plan((1,) * 3, tensors, window=2), _one_consumer_is_late_forward)
+    ranks.run(ranks.plan((1,) * 3, tensors, window=2), _one_consumer_is_late)
 
 
-def _one_consumer_is_late_forward(comm: stagelink.Handler) -> None:
+def _one_consumer_is_late(comm: stagelink.Handler) -> None:
     with comm.evaluate(3) as session:
         if comm.rank == 0:
             for mb in range(2):
                 session.send("h", _ones(), mb)
             comm.reduce([0.0])
             comm.reduce([0.0])  # rank 1 has taken two, rank 2 none
-            with pytest.raises(stagelink.DeadlineError, match="edge 'h>2' to rank 2 within 0.1 s"):
+            with pytest.raises(
+                stagelink.DeadlineError, match=r"edge .h>2. to rank 2 within 0\.1 s"
+            ):
                 session.send("h", _ones(), 2, deadline_s=0.1)
             with pytest.raises(stagelink.UsageError, match="microbatch 2 was not sent in this se"):
                 session.recv_grad("h", 2)
@@ -387,7 +364,7 @@ def _left_unread(comm: stagelink.Handler, size: int, leaver: int) -> None:
             elif leaver == 0:
                 session.recv("h", 0)
                 session.send_grad("h", torch.ones(size), 0)
-        comm.reduce([0.0])
+            comm.reduce([0.0])
     with comm.train(4) as session:
         for mb in range(4):
             if comm.rank == 0:
@@ -412,9 +389,12 @@ def _no_gradient_is_no_none(comm: stagelink.Handler, received: bool) -> None:
     with comm.train(2) as session:
         if comm.rank == 0:
             session.send("h", _ones(), 0)
+            comm.reduce([0.0])
             session.recv_grad("h", 0)
-        elif received:
-            session.recv("h", 0)
+        else:
+            comm.reduce([0.0])
+            if received:
+                session.recv("h", 0)
     comm.reduce([0.0])
 
 
@@ -431,24 +411,23 @@ def test_a_gradient_that_nobody_will_send_is_an_error(ranks: Ranks, received: bo
 
 def _leaves_by_an_error(comm: stagelink.Handler) -> str:
     if comm.rank == 1:
-        with pytest.raises(ValueError, match="of the user"), comm.evaluate(2) as session:
+        with suppress(ValueError), comm.evaluate(2) as session:
             session.recv("h", 0)
-            raise ValueError("of the user")
+            int("of the user")
         comm.reduce([0.0])
         return ""
     with comm.evaluate(2) as session:
         session.send("h", _ones(), 0)
-        with pytest.raises(stagelink.PeerClosedError) as caught:
-            for mb in (1, 1, 1):
-                session.send("h", _ones(), mb)
-                session._sent.clear()
         comm.reduce([0.0])
+        with pytest.raises(stagelink.PeerClosedError) as caught:
+            session.send("h", _ones(), 1)
     return str(caught.value)
 
 
 def test_a_session_that_an_error_ended_says_which(ranks: Ranks) -> None:
     text, _ = ranks.run(ranks.plan(window=1, schedule="forward"), _leaves_by_an_error)
-    assert "peer rank 1 left session 0 after ValueError: of the user; " in text
+    assert " after ValueError: invalid literal" in text  # it left, or has closed by now
+    assert "'of the user'; microbatch 1 (forward, session 0) of edge 'h' was not sent" in text
 
 
 def _late_answers(comm: stagelink.Handler) -> None:
@@ -499,13 +478,6 @@ def _patience() -> Deadline:
 
 def test_messages_of_later_sessions_are_held(ranks: Ranks) -> None:
     ranks.run(ranks.plan(window=2), _ahead)
-
-
-def _no_microbatches(comm: stagelink.Handler) -> None:
-    for opened in (comm.train(0), comm.evaluate(0)):
-        with opened as session:
-            assert list(session.mine) == []
-            assert session.actions == ()
 
 
 def test_a_session_without_microbatches(ranks: Ranks) -> None:
@@ -621,6 +593,8 @@ def _close_ends_other_threads(comm: stagelink.Handler) -> str:
     session = comm.evaluate(4)
     if comm.rank == 0:
         comm.reduce([0.0])
+        with pytest.raises(stagelink.PeerClosedError):
+            comm.reduce([0.0])
         return ""
     texts: list[str] = []
 

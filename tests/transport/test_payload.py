@@ -13,6 +13,7 @@ from stagelink.testing.samples import awkward_tensors, same_bits
 from stagelink.transport.payload import dtype_of, from_bytes, from_raw, raw_bytes, to_bytes
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_tensor_survives_both_ways() -> None:
     for tensor in awkward_tensors():
         check_both_ways(tensor)
