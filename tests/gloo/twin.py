@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch.distributed import PrefixStore
 
-from stagelink.transport.contract import Deadline, Link, Message
+from stagelink.transport.contract import FINISHED, Deadline, Link, Message, Pending
 from stagelink.transport.header import Header, MessageKind
 from stagelink_gloo import Gloo, GlooOptions
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-    from stagelink.transport.contract import Pending, Receiver, Sender
+    from stagelink.transport.contract import Receiver, Sender
 
 HEADER, NOTE = 0, 1
 LONG_S = 20.0
@@ -69,6 +69,9 @@ class TwinPort:
         assert not fds
         self.twin.post(NOTE, note)
 
+    def sent(self) -> None:
+        self.twin.count_sent()
+
     def room(self) -> None:
         raise AssertionError("there is always room")
 
@@ -98,6 +101,20 @@ class Incoming:
     def take(self, deadline_s: float = LONG_S) -> torch.Tensor:
         assert self.pending.finish(Deadline(deadline_s)) is None
         return self.buffer
+
+
+class Told(Pending):
+    """A send that is finished when the transport has said that this will not block, as in core."""
+
+    def __init__(self, twin: Twin, number: int, pending: Pending) -> None:
+        self._twin = twin
+        self._number = number
+        self._pending = pending
+
+    def finish(self, deadline: Deadline) -> None:
+        if not self._twin.wait(lambda: self._twin.sent >= self._number, deadline):
+            raise TimeoutError(f"not told within {deadline.seconds:g} s")
+        self._pending.finish(deadline)
 
 
 class Twin:
@@ -131,6 +148,8 @@ class Twin:
         self.incoming: queue.Queue[Incoming] = queue.Queue()
         self._changed = threading.Condition()
         self._deaf = deaf
+        self._sends = 0
+        self.sent = 0
         self._begun = 0
         self._writing = threading.Lock()
         self._wire = _wire(rank < peer, PrefixStore(f"wire/{pair}", store))
@@ -159,7 +178,16 @@ class Twin:
             Message(header, payload), lambda note=b"", fds=(): self.post(HEADER, header.pack())
         )
         assert pending is not None
-        return pending
+        if pending is FINISHED:
+            return pending
+        self._sends += 1
+        return Told(self, self._sends, pending)
+
+    def count_sent(self) -> None:
+        """One more message may be finished; as core does, on the reading thread."""
+        with self._changed:
+            self.sent += 1
+            self._changed.notify_all()
 
     def only_announce(self, size_bytes: int) -> None:
         """Send a header whose payload never comes."""

@@ -201,6 +201,11 @@ class Ranks:
         return self.run_bare(end, world_size(plan), plan, case, args, transports)
 
 
+def start_fresh(plan: Document, case: Callable[..., T], *args: Any) -> RankProcesses[T]:
+    """Start a case on processes that may be killed; see `stagelink.testing.run_fresh`."""
+    return run_fresh(_enter, world_size(plan), plan, case, args, ())
+
+
 @dataclass(frozen=True)
 class End:
     """How a case ended on a rank, close included.

@@ -123,7 +123,7 @@ def test_threads_never_get_the_same_memory() -> None:
 def test_a_forked_child_keeps_what_it_holds() -> None:
     pool = BufferPool(64 * MIB)
     tensor = pool.take(MIB).fill_(7)
-    memory = memoryview(tensor.numpy())
+    memory: memoryview = memoryview(tensor.numpy())  # type: ignore[arg-type]  # it is one
     source, sink = os.pipe()
     go_in, go_out = os.pipe()
     pid = os.fork()

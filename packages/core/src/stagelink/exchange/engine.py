@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
@@ -38,7 +37,6 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("stagelink")
 _MAX_FACTS_BYTES = 64 * 1024 * 1024
-_SPIN_S = 50e-6
 _ABORT_KEY_S = 1.0
 
 
@@ -80,6 +78,7 @@ class Engine:
         self._transports: Mapping[str, Transport] = {}
         self._neighbours = neighbours(plan)
         self.plane = Plane(rank)
+        self.plane.poller.spin_s = plan.control.spin_us * 1e-6
         pool = BufferPool(plan.limits.pool_bytes)
         observe = self._observe if plugins.hooks.wants_events else None
         self.mail = Mail(self.plane, plan.control.inline_bytes, observe)
@@ -109,7 +108,6 @@ class Engine:
         meeting.meet(self._neighbours[self.rank], deadline)
         ends = {peer: End.from_json(said["end"]) for peer, said in meeting.greetings.items()}
         ends[self.rank] = me
-        self.plane.poller.spin_s = self._spin_s(ends)
         self.wiring.agree(ends, found, asker(found, self._plugins.hooks, self.rank), deadline)
         self.wiring.open(found.transports, deadline)
         for link in self.wiring.links:
@@ -119,12 +117,6 @@ class Engine:
     def _server(self) -> str:
         index = self.plan.server_of(self.rank)
         return server_id() if index is None else f"server {index}"
-
-    def _spin_s(self, ends: Mapping[int, End]) -> float:
-        if self.plan.control.spin_us is not None:
-            return self.plan.control.spin_us * 1e-6
-        here = sum(end.server == ends[self.rank].server for end in ends.values())
-        return _SPIN_S if here <= len(os.sched_getaffinity(0)) else 0.0
 
     def _judge(self, peer: int, greeting: dict[str, Any]) -> None:
         if greeting.get("digest") == self.plan.digest:

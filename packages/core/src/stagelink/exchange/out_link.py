@@ -168,7 +168,8 @@ class OutLink(LinkEnd):
             self._done(job)
         else:
             self._begun.append(_Begun(pending, job))
-            self._call_worker()
+            if not self._capabilities.tells_sent:
+                self._call_worker()
         return True
 
     def _done(self, job: SendJob) -> None:
@@ -179,6 +180,22 @@ class OutLink(LinkEnd):
 
     def _has_work(self) -> bool:
         return bool(self._begun)
+
+    @property
+    def idle(self) -> bool:
+        """As `LinkEnd.idle`; where the transport tells what is sent, nobody is waiting for it."""
+        return self._capabilities.tells_sent or super().idle
+
+    def finish_oldest(self) -> None:
+        """Finish the oldest message on this thread, where the transport says that it may.
+
+        Raises:
+            StagelinkError: the transport failed.
+        """
+        with self._lock:  # the peer may have answered before ``begin`` has returned here
+            begun = bool(self._begun)
+        if begun:
+            self._finish_head()
 
     def _finish_head(self) -> None:
         pending, job = self._begun[0]

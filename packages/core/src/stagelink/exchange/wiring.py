@@ -91,6 +91,10 @@ class _Port:
         if isinstance(self._end, OutLink):
             self._end.room()
 
+    def sent(self) -> None:
+        if isinstance(self._end, OutLink):
+            self._end.finish_oldest()
+
     def fail(self, error: BaseException) -> None:
         failure = TransportError(f"{self.link}: {type(error).__name__}: {error}")
         failure.__cause__ = error

@@ -127,7 +127,7 @@ class ControlTable(_Table):
 
     interface: _Name | None = _CONTROL.interface
     inline_bytes: Annotated[int, Field(ge=0, le=65536)] = _CONTROL.inline_bytes
-    spin_us: _Index | None = _CONTROL.spin_us
+    spin_us: _Index = _CONTROL.spin_us
 
 
 class LimitsTable(_Table):

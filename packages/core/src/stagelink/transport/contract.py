@@ -113,6 +113,8 @@ class Capabilities:
         in_flight: messages of one link that may have begun and not finished, on either end.
         copies_on_begin: when ``Sender.begin`` returns, the payload has been read, and the caller
             may overwrite it; otherwise core makes the copy.
+        tells_sent: the `Sender` calls `Port.sent` when the ``finish`` of its oldest message will
+            not block, so that no thread need wait in it.
         caller_thread: ``Receiver``'s ``finish`` wakes on abort and on signals (it waits only
             through `Port.wait`), so core runs it in the thread that asks for the message.
         dtypes: names of the only element types it carries; None: every one, as bytes.
@@ -125,6 +127,7 @@ class Capabilities:
     same_process: bool = False
     in_flight: int = 1
     copies_on_begin: bool = False
+    tells_sent: bool = False
     caller_thread: bool = False
     dtypes: frozenset[str] | None = None
 
@@ -216,6 +219,12 @@ class Port(Protocol):
 
     def room(self) -> None:
         """Ask again the `Sender` whose ``begin`` returned None; returns at once."""
+
+    def sent(self) -> None:
+        """The ``finish`` of the oldest message that has begun here will not block: call it now.
+
+        For the sending end of a transport that says ``tells_sent``; once for each message.
+        """
 
     def fail(self, error: BaseException) -> None:
         """Report a failure found outside ``begin`` and ``finish``; it fails the whole handler."""
