@@ -259,7 +259,7 @@ def test_c038_the_peer_never_takes(any_ranks: Ranks) -> None:
 def _idle(comm: stagelink.Handler) -> None:
     """The first message comes after the deadline of others, the next after a longer pause."""
     with comm.evaluate(2) as session:
-        for mb, pause_s in enumerate((0.6, 1.5)):
+        for mb, pause_s in enumerate((0.4, 0.8)):
             comm.reduce([0.0], deadline_s=20)
             if comm.rank == 0:
                 time.sleep(pause_s if mb == 0 else 0)
@@ -271,7 +271,7 @@ def _idle(comm: stagelink.Handler) -> None:
 
 
 def test_c041_an_idle_link_does_not_time_out(any_ranks: Ranks) -> None:
-    limits = {"deadline_s": 0.3, "first_deadline_s": 20.0}
+    limits = {"deadline_s": 0.2, "first_deadline_s": 20.0}
     any_ranks.run(any_ranks.plan(limits=limits), _idle)
 
 

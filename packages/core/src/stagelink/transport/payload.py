@@ -73,7 +73,8 @@ def from_raw(payload: bytes, dtype: DType, shape: tuple[int, ...]) -> torch.Tens
     """A new tensor with these bytes."""
     kind = _TO_TORCH[dtype.code]
     if not payload:
-        return torch.empty(shape, dtype=kind)
+        # By way of bytes: torch warns where it makes a tensor of some dtypes itself.
+        return torch.empty(0, dtype=torch.uint8).view(kind).view(shape)
     flat = torch.frombuffer(bytearray(payload), dtype=kind)
     return flat if len(shape) == 1 else flat.view(shape)
 
