@@ -62,6 +62,7 @@ class Connection:
 
     Attributes:
         peer: the other end's rank, None until it has said HELLO.
+        greeted: whether this end has said HELLO; only then may it say anything else.
         said_bye: whether the peer has said goodbye.
         ended: whether the end of the peer's stream was read.
     """
@@ -70,6 +71,7 @@ class Connection:
         sock.setblocking(False)
         self.sock = sock
         self.peer: int | None = None
+        self.greeted = False
         self.said_bye = False
         self.ended = False
         self._passes_fds = sock.family == socket.AF_UNIX

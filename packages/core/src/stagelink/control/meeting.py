@@ -150,7 +150,7 @@ class Meeting:
                 f"rank {self._plane.rank}: rank {peer} does not answer at {address!r}: {error}"
             ) from error
         connection = self._plane.adopt(sock, lambda c: self._dialled.__setitem__(c, peer))
-        connection.send(Header(MessageKind.HELLO), self._hello)
+        self._plane.greet(connection, self._hello)
 
     def _awaits(self, peer: int, dialled: int | None) -> bool:
         new = peer in self._expected and peer not in self.greetings
@@ -168,7 +168,7 @@ class Meeting:
             raise ProtocolError(f"HELLO from rank {peer!r}, which is not expected here")
         if expected is None:
             _tune(connection.sock)
-            connection.send(Header(MessageKind.HELLO), self._hello)
+            self._plane.greet(connection, self._hello)
         self._plane.introduce(connection, peer)
         self._judge(peer, fields["greeting"])
         with self._plane.lock:

@@ -124,14 +124,20 @@ class Plane:
         self.poller.add(sock, partial(self._on_connection, connection))
         return connection
 
+    def greet(self, connection: Connection, hello: bytes) -> None:
+        """Say HELLO. From now on the other end takes this rank for a peer, and hears of failures."""
+        with self.lock:
+            connection.send(Header(MessageKind.HELLO), hello)
+            connection.greeted = True
+            if self.failure is not None:
+                connection.send(Header(MessageKind.ABORT), encode(self.cause))
+
     def introduce(self, connection: Connection, peer: int) -> None:
         """The connection's peer is known and trusted from now on."""
         with self.lock:
             self._strangers.discard(connection)
             connection.peer = peer
             self._connections[peer] = connection
-            if self.failure is not None:
-                connection.send(Header(MessageKind.ABORT), encode(self.cause))
 
     def drop(self, connection: Connection) -> None:
         """Close a connection and forget it."""
@@ -341,8 +347,8 @@ class Plane:
             self._usable = False
             # With the lock held: whoever sees the failure may close at once, and then nothing
             # more is sent.
-            for peer, connection in self._connections.items():
-                if peer != told_by:
+            for connection in (*self._connections.values(), *self._strangers):
+                if connection.greeted and (told_by is None or connection.peer != told_by):
                     connection.send(Header(MessageKind.ABORT), encode(self.cause))
         for callback in self._on_failure:
             callback(error)

@@ -1,1 +1,0 @@
-"""Stagelink behind the interfaces of others."""
