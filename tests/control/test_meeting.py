@@ -69,6 +69,12 @@ def ready(*args: Any, **kwargs: Any) -> Iterator[Rank]:
         rank.close()
 
 
+def _wait_for_all(store: Store, rank: int, world_size: int) -> None:
+    """Nobody closes before everybody is here."""
+    store.set(f"here {rank}", "")
+    store.wait([f"here {other}" for other in range(world_size)])
+
+
 def _everybody(count: int) -> list[dict[int, Greeting]]:
     return [
         {other: {"name": f"rank {other}"} for other in range(count) if other != rank}
@@ -80,15 +86,13 @@ def _everybody(count: int) -> list[dict[int, Greeting]]:
     "servers", [["a"] * 4, ["a", "b", "c", "d"], ["b", "a", "a", "b"]], ids=["unix", "tcp", "both"]
 )
 def test_all_greet_all(servers: list[str]) -> None:
-    families: list[set[int]] = [set() for _ in servers]
-
     def meet(rank: int, world_size: int, store: Store) -> dict[int, Greeting]:
         with ready(store, rank, world_size, server=servers[rank]) as me:
             greetings = me.meet()
             for peer, connection in me.plane._connections.items():
-                families[rank].add(connection.sock.family)
                 near = servers[peer] == servers[rank]
                 assert connection.sock.family == (socket.AF_UNIX if near else socket.AF_INET)
+            _wait_for_all(store, rank, world_size)
             return dict(greetings)
 
     assert run_threads(meet, 4) == _everybody(4)
@@ -100,11 +104,13 @@ def test_a_tcp_connection_is_quick_and_watched() -> None:
             me.meet()
             (connection,) = me.plane._connections.values()
             option = connection.sock.getsockopt
-            return [
+            found = [
                 option(socket.IPPROTO_TCP, socket.TCP_NODELAY),
                 option(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
                 option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
             ]
+            _wait_for_all(store, rank, world_size)
+            return found
 
     assert run_threads(meet, 2) == [[1, 1, 10_000]] * 2
 
@@ -259,8 +265,7 @@ def test_a_stranger_harms_nobody(wire: bytes) -> None:
             if rank == 0:
                 _visit(me.rendezvous, wire)
             me.plane.check()
-            store.set(f"done {rank}", "")
-            store.wait([f"done {1 - rank}"])
+            _wait_for_all(store, rank, world_size)
             return dict(greetings)
 
     assert run_threads(meet, 2) == _everybody(2)
@@ -303,8 +308,7 @@ def test_a_rank_that_is_not_expected_is_sent_away(claimed: Any) -> None:
                 token = me.rendezvous.token()
                 _visit(me.rendezvous, _hello(rank=claimed, token=token, greeting={}))
             greetings = dict(me.meet())
-            store.set(f"done {rank}", "")
-            store.wait([f"done {1 - rank}"])
+            _wait_for_all(store, rank, world_size)
             return greetings
 
     assert run_threads(meet, 2) == _everybody(2)

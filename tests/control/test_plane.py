@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -273,24 +273,49 @@ def test_a_connection_that_comes_in_during_a_failure_is_told_too(
     line: Callable[[int], Line],
 ) -> None:
     pair = line(2)
-    plane, late, send = pair.planes[0], Plane(7), Connection.send
-    joiners: list[threading.Thread] = []
+    plane, send = pair.planes[0], Connection.send
+    mine, theirs = socket.socketpair()
+    connection = plane.adopt(mine)
+    greeters: list[threading.Thread] = []
 
-    def join_then_send(self: Connection, header: Header, *rest: bytes) -> None:
-        if not joiners:
-            joiners.append(threading.Thread(target=join, args=(plane, late)))
-            joiners[0].start()
-            joiners[0].join(0.2)
+    def greet_then_send(self: Connection, header: Header, *rest: bytes) -> None:
+        if not greeters:
+            greeters.append(threading.Thread(target=plane.greet, args=(connection, b"{}")))
+            greeters[0].start()
+            greeters[0].join(0.2)
         send(self, header, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connection, "send", join_then_send)
+        patch.setattr(Connection, "send", greet_then_send)
         plane.fail(StagelinkError("in between"))
-        joiners[0].join()
-    for told in (pair.planes[1], late):
-        with pytest.raises(AbortedError, match="rank 0 reports: in between"):
-            told.wait(lambda: False, Deadline(LONG))
-    late.close(Deadline(5))
+        greeters[0].join()
+    with _acquainted(theirs) as late:
+        for told in (pair.planes[1], late):
+            with pytest.raises(AbortedError, match="rank 0 reports: in between"):
+                told.wait(lambda: False, Deadline(LONG))
+
+
+def test_who_was_greeted_and_has_not_answered_is_told_too() -> None:
+    mine, theirs = socket.socketpair()
+    plane = Plane(0)
+    plane.greet(plane.adopt(mine), b"{}")
+    plane.fail(StagelinkError("early"))
+    plane.close(Deadline(5))
+    with (
+        _acquainted(theirs) as peer,
+        pytest.raises(AbortedError, match="rank 0 reports: early"),
+    ):
+        peer.wait(lambda: False, Deadline(LONG))
+
+
+@contextmanager
+def _acquainted(sock: socket.socket) -> Iterator[Plane]:
+    """A plane that takes whoever says HELLO for rank 0."""
+    plane = Plane(7)
+    plane.handle_hello(lambda connection, frame: plane.introduce(connection, 0))
+    plane.adopt(sock)
+    yield plane
+    plane.close(Deadline(5))
 
 
 def test_a_failure_is_told_before_anybody_can_close(line: Callable[[int], Line]) -> None:

@@ -279,7 +279,8 @@ def _answered_in_between(comm: stagelink.Handler) -> None:
             for mb in range(2):
                 session.send("h", _ones(), mb)
             out = comm._engine.mail.out
-            place_now, refused = out._place_now, []
+            place_now = out._place_now
+            refused: list[tuple[Any, ...]] = []
 
             def place_then_answer(*args: Any) -> bool:
                 place = place_now(*args)
@@ -288,7 +289,7 @@ def _answered_in_between(comm: stagelink.Handler) -> None:
                     out.release(args[0], 0, 0)
                 return place
 
-            out._place_now = place_then_answer  # type: ignore[method-assign]
+            out._place_now = place_then_answer  # type: ignore[method-assign,assignment]
             handle = session.isend("h", _ones(), 2)
             assert refused
             assert handle.done()

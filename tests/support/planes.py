@@ -15,5 +15,7 @@ def join(one: Plane, other: Plane) -> tuple[socket.socket, socket.socket]:
     """Connect two planes as if they had met; the socket of each."""
     pair = socket.socketpair()
     for plane, peer, sock in zip((one, other), (other, one), pair, strict=True):
-        plane.introduce(plane.adopt(sock), peer.rank)
+        connection = plane.adopt(sock)
+        connection.greeted = True
+        plane.introduce(connection, peer.rank)
     return pair

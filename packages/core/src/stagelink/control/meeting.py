@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagelink.control.fields import decode, encode
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
-from stagelink.transport.header import VERSION, Header, MessageKind
+from stagelink.transport.header import VERSION
 from stagelink.transport.host import address_of
 
 if TYPE_CHECKING:

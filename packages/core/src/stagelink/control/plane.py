@@ -125,7 +125,7 @@ class Plane:
         return connection
 
     def greet(self, connection: Connection, hello: bytes) -> None:
-        """Say HELLO. From now on the other end takes this rank for a peer, and hears of failures."""
+        """Say HELLO; the other end then takes this rank for a peer, and is told if it fails."""
         with self.lock:
             connection.send(Header(MessageKind.HELLO), hello)
             connection.greeted = True
