@@ -410,7 +410,12 @@ class In:
         self.changes = threading.Condition()
         self.receiver = FakeReceiver()
         self.link = InLink(
-            LINK, _capabilities(**capabilities), BufferPool(2**20), self._settled, self._failed
+            LINK,
+            _capabilities(**capabilities),
+            BufferPool(2**20),
+            self._settled,
+            lambda: None,
+            self._failed,
         )
 
     def _settled(self, arrival: Arrival) -> None:

@@ -26,10 +26,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from stagelink.transport.contract import Deadline
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from stagelink.transport.contract import Deadline, Port
+    from stagelink.transport.contract import Port
 
 __all__ = ["Operation", "Pair", "connect"]
 
@@ -37,6 +39,8 @@ _SPARE_TAG = 2**31 - 1
 _AT_ONCE = timedelta(milliseconds=1)
 _LONGEST_S = 365 * 86400.0
 """What stands for no deadline: gloo cannot be given infinity."""
+
+_LOOK_S = 0.005
 
 _CONNECT_ROUNDS = 5
 """How often gloo waits for the group's time-out before it gives up connecting."""
@@ -180,13 +184,32 @@ def connect(port: Port, interface: str | None, deadline: Deadline) -> Pair:
     """
     me = int(port.rank > port.peer)
     try:
-        return Pair(_group(port.store(), me, interface, deadline), me, port.peer)
+        options, store = _options(interface), port.store()
+        _meet(store, me, port, deadline)
+        # The peer is there: it is a matter of milliseconds, unless it dies between.
+        options._timeout = _time_left(deadline, _CONNECT_ROUNDS)
+        return Pair(dist.ProcessGroupGloo(store, me, 2, options), me, port.peer)
     except RuntimeError as error:
         what = f"rank {port.rank} connecting with rank {port.peer} by gloo"
         raise _failure(what, deadline, error) from error
 
 
-def _group(store: Store, me: int, interface: str | None, deadline: Deadline) -> Any:
+def _meet(store: Store, me: int, port: Port, deadline: Deadline) -> None:
+    """Wait for the peer in steps, so that a failure of the pipeline ends the wait."""
+    store.set(f"here/{me}", "1")
+    while not store.check([f"here/{1 - me}"]):
+        if deadline.passed:
+            raise TimeoutError(
+                f"rank {port.rank}: rank {port.peer} did not come within {deadline.seconds:g} s"
+            )
+        port.wait(_never, Deadline(_LOOK_S))
+
+
+def _never() -> bool:
+    return False
+
+
+def _options(interface: str | None) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [
@@ -196,11 +219,7 @@ def _group(store: Store, me: int, interface: str | None, deadline: Deadline) -> 
         else gloo.create_default_device(lazy_init=False)
     ]
     options._threads = 0  # they run collectives; a send or receive has none
-    store.set(f"here/{me}", "1")
-    store.wait([f"here/{1 - me}"], _time_left(deadline))
-    # From here on it is a matter of milliseconds, unless the peer dies between.
-    options._timeout = _time_left(deadline, _CONNECT_ROUNDS)
-    return gloo(store, me, 2, options)
+    return options
 
 
 def _time_left(deadline: Deadline, rounds: int = 1) -> timedelta:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from stagelink.control.connection import Connection, Frame
 from stagelink.control.failure import Failure
@@ -75,6 +75,7 @@ class Plane:
         self._on_failure: list[Callable[[StagelinkError], None]] = []
         self._usable = True
         self._closing = False
+        self._leaving = False
         self._closed = False
         self._process = os.getpid()
         self._forked = False
@@ -305,7 +306,7 @@ class Plane:
         """The one place where a death is decided: an end of file without a goodbye."""
         self.drop(connection)
         peer = connection.peer
-        if peer is not None and not connection.said_bye and not self._closing and not self.failure:
+        if peer is not None and not connection.said_bye and not self._leaving and not self.failure:
             raise PeerLostError(
                 f"rank {peer} died: its connection to rank {self.rank} ended without a goodbye"
             )
@@ -358,10 +359,18 @@ class Plane:
         """Fail with a transport's error, unless reading explains it better within a moment.
 
         A transport often notices first that a peer is gone, but only the end of the peer's
-        connection says that it died. Never called on the reading thread.
+        connection says that it died. On the reading thread there is nobody to wait for.
         """
-        self.turns.wait(lambda: self.failure is not None, Deadline(_EXPLAIN_S))
+        if not self.turns.reads_here:
+            self.turns.wait(lambda: self.failure is not None, Deadline(_EXPLAIN_S))
         self.fail(error)
+
+    def raise_blamed(self, error: StagelinkError) -> NoReturn:
+        """`blame`, then raise what explains it best; for a caller's thread."""
+        self.blame(error)
+        if not self.turns.reads_here:
+            self.check()
+        raise error
 
     def fail_as_told(self, cause: Mapping[str, Any], told_by: int | None = None) -> None:
         """Fail with the cause of another rank's failure, see `cause`."""
@@ -386,6 +395,7 @@ class Plane:
         """
         if self._forked:
             return
+        self._leaving = True
         connections = tuple(self._connections.values())
         if self.failure is None:
             for connection in connections:

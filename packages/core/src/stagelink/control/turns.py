@@ -59,6 +59,7 @@ class Turns:
         self._idle = threading.Condition(self.lock)
         self._waiting = 0
         self._turn_taken = False
+        self._reader = 0
         self._caller_reads = False
         self._parked = False
         self._stopped = False
@@ -134,8 +135,14 @@ class Turns:
                 self.on_long_wait()
         return False
 
+    @property
+    def reads_here(self) -> bool:
+        """Whether this thread has the role, and is dispatching what it read."""
+        return self._turn_taken and self._reader == threading.get_ident()
+
     def _turn(self, step: float) -> None:
         self._turn_taken = True
+        self._reader = threading.get_ident()
         self.lock.release()
         try:
             self._read(step)

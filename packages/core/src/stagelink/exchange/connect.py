@@ -77,8 +77,7 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
     try:
         engine.join(found, deadline)
     except BaseException as error:
-        engine.fail(error)
-        engine.close(Deadline(plan.limits.close_deadline_s))
+        engine.abandon(error)
         raise
     return Handler(engine, verdict)
 

@@ -7,12 +7,14 @@ import logging
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from stagelink.control.meeting import Meeting
 from stagelink.control.plane import Plane
 from stagelink.control.reduce import Reducer, spanning_tree
 from stagelink.errors import AbortedError, DisagreementError, StagelinkError
+from stagelink.exchange.link_end import give_back
 from stagelink.exchange.mail import Mail
 from stagelink.exchange.opening import Openings
 from stagelink.exchange.watch import AbortWatch
@@ -149,19 +151,34 @@ class Engine:
             action()
         self.mail.abandon()
         lost = self._drain(deadline)
-        self.wiring.close(deadline)
-        self.plane.close(deadline)
-        for transport in self._transports.values():
-            transport.close(deadline)
+        with ExitStack() as steps:  # from the last to the first, also where one raises
+            steps.callback(self._tell_closed)
+            steps.callback(self._leave_store, deadline)
+            for name, transport in self._transports.items():
+                steps.callback(give_back, f"transport {name!r}", transport.close, deadline)
+            steps.callback(self.plane.close, deadline)
+            steps.callback(self.wiring.close, deadline)
+        return lost
+
+    def abandon(self, error: BaseException) -> None:
+        """`fail` with an error that is about to be raised, and `close`; nothing else comes out."""
+        self.fail(error)
+        try:
+            self.close(Deadline(self.plan.limits.close_deadline_s))
+        except StagelinkError as another:
+            logger.warning("rank %d: while it closed after a failure: %s", self.rank, another)
+
+    def _leave_store(self, deadline: Deadline) -> None:
         self._watch.finish(min(_ABORT_KEY_S, deadline.remaining_s))
         self.rendezvous.leave()
         if self._hosts_store:
             # The dead never leave, and after a failure the others need nothing but the abort key.
             failed = self.plane.failure is not None
             self.rendezvous.wait_left(Deadline(_ABORT_KEY_S) if failed else deadline)
+
+    def _tell_closed(self) -> None:
         for link, counters in self.wiring.counters.items():
             self._plugins.hooks.link_closed(link, counters)
-        return lost
 
     def _drain(self, deadline: Deadline) -> dict[Link, int]:
         try:

@@ -251,7 +251,5 @@ class Handler:
     ) -> None:
         if error is None:
             self.close()
-        elif not self._plane.forked:
-            self._engine.fail(error)
-            if self._plane.start_closing():
-                self._engine.close(Deadline(self.plan.limits.close_deadline_s))
+        elif not self._plane.forked and self._plane.start_closing():
+            self._engine.abandon(error)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
+from stagelink.exchange.link_end import FOREVER, LinkEnd, close_all, mapped
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,7 @@ class InLink(LinkEnd):
         pool: where receive buffers come from.
         settled: called with each arrival whose payload is complete, on the thread that finished
             it.
+        changed: called when the worker gives up.
         fail: called with what went wrong on the worker.
     """
 
@@ -49,9 +50,12 @@ class InLink(LinkEnd):
         capabilities: Capabilities,
         pool: BufferPool,
         settled: Callable[[Arrival], None],
+        changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
-        super().__init__(f"stagelink-recv-{link.source}-{link.target}-{link.transport}", fail)
+        super().__init__(
+            f"stagelink-recv-{link.source}-{link.target}-{link.transport}", fail, changed
+        )
         self.link = link
         self._receiver: Receiver | None = None
         self._capabilities = capabilities
@@ -69,6 +73,9 @@ class InLink(LinkEnd):
             StagelinkError: the transport failed in ``begin``.
         """
         with self._lock:
+            if self._stopped:
+                close_all(fds)
+                return
             self.unfinished += 1
             self._queue.append(_Announced(arrival, note, fds))
             self._pump()
@@ -92,9 +99,13 @@ class InLink(LinkEnd):
 
     def drive(self, deadline: Deadline) -> None:
         """Finish the oldest message in the caller's thread, where `finishes_in_caller`."""
-        with self._finishing:
+        if not self._finishing.acquire(timeout=min(deadline.remaining_s, threading.TIMEOUT_MAX)):
+            return  # another thread is at it; the caller looks at its own deadline
+        try:
             if self._begun:
                 self._finish_oldest(deadline)
+        finally:
+            self._finishing.release()
 
     def drain(self) -> None:
         """Nobody will ask for some of what has begun: let the worker finish it."""

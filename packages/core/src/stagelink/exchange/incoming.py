@@ -7,7 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stagelink.errors import DeadlineError, ProtocolError, RefusedError, StagelinkError
+from stagelink.errors import (
+    ClosedError,
+    DeadlineError,
+    PeerClosedError,
+    ProtocolError,
+    RefusedError,
+    StagelinkError,
+)
 from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.inbox import Inbox
 from stagelink.transport.header import Direction, Header, MessageKind
@@ -138,23 +145,49 @@ class Incoming:
             StagelinkError: the handler failed or was closed.
         """
         began = time.monotonic()
-        if key not in self.inbox:
-            self._wait(way, key, partial(self._arrived, way, key), deadline, "nothing came")
-        arrival = self.inbox.get(key)
-        arrived = time.monotonic()
-        if arrival is None:
-            raise ProtocolError(f"two receives at once for {key} of edge {way.edge.name!r}")
-        if not arrival.settled:
-            what = "the payload did not come"
-            self._wait(way, key, lambda: arrival.settled, deadline, what)
-        with self._plane.lock:
-            self.inbox.take(key)
+        arrival, arrived = self.wait_whole(way, key, deadline)
+        while not self._take(key, arrival):
+            # In its place there is another by now: a refusal's second try, or nothing after close.
+            arrival, arrived = self.wait_whole(way, key, deadline)
         if arrival.refusal is not None:
             raise RefusedError(
                 f"from rank {way.peer}, {key} of edge {way.edge.name!r}: {arrival.refusal}"
             )
         self._count(way, key, arrival, arrived - began, time.monotonic() - arrived)
         return arrival
+
+    def wait_whole(self, way: WayIn, key: Key, deadline: Deadline) -> tuple[Arrival, float]:
+        """Wait until a message is here with its payload, and leave it where it is.
+
+        Returns:
+            The message, and the moment at which its header was here.
+
+        Raises:
+            DeadlineError, PeerClosedError, StagelinkError: as `receive`.
+        """
+        self._plane.check()
+        if key not in self.inbox:
+            self._wait(way, key, partial(self._arrived, way, key), deadline, "nothing came")
+        arrived = time.monotonic()
+        arrival = self.inbox.get(key)
+        if arrival is None:
+            return self.wait_whole(way, key, deadline)
+        if not arrival.settled:
+            ready = partial(self._settled, way, key, arrival)
+            self._wait(way, key, ready, deadline, "the payload did not come")
+        return arrival, arrived
+
+    def _take(self, key: Key, arrival: Arrival) -> bool:
+        with self._plane.lock:
+            if self.inbox.get(key) is not arrival:
+                return False
+            self.inbox.take(key)
+            return True
+
+    def _settled(self, way: WayIn, key: Key, arrival: Arrival) -> bool:
+        if not arrival.settled and way.link.given_up:
+            self._presence.check_peer(way.peer, key, self._expected(way, key))
+        return arrival.settled
 
     def _wait(
         self, way: WayIn, key: Key, ready: Callable[[], bool], deadline: Deadline, what: str
@@ -172,10 +205,10 @@ class Incoming:
                 return
             try:
                 link.drive(deadline)
-            except StagelinkError as error:
-                self._plane.blame(error)
-                self._plane.check()
+            except (ClosedError, PeerClosedError):
                 raise
+            except StagelinkError as error:
+                self._plane.raise_blamed(error)
 
     def _count(
         self, way: WayIn, key: Key, arrival: Arrival, peer_wait_s: float, wire_wait_s: float

@@ -6,6 +6,7 @@ where nothing is left to finish.
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,7 +19,10 @@ from stagelink.transport.contract import Deadline
 if TYPE_CHECKING:
     from stagelink.transport.contract import Receiver, Sender
 
-__all__ = ["FOREVER", "LinkEnd", "mapped"]
+__all__ = ["FOREVER", "LinkEnd", "close_all", "give_back", "mapped"]
+
+_GRACE_S = 0.2
+"""What a step of closing gets when those before it have used up the time."""
 
 FOREVER = Deadline(float("inf"))
 """How long a worker may wait: death, abort and close end it; callers have deadlines of theirs."""
@@ -29,11 +33,15 @@ class LinkEnd(ABC):
 
     Attributes:
         unfinished: how many messages are on their way through this end.
+        given_up: whether the worker has ended since its peer, or this rank, closed.
     """
 
     unfinished = 0
 
-    def __init__(self, name: str, fail: Callable[[StagelinkError], None]) -> None:
+    def __init__(
+        self, name: str, fail: Callable[[StagelinkError], None], changed: Callable[[], None]
+    ) -> None:
+        self._changed = changed
         self._notes_lock = threading.RLock()
         self._held_notes: deque[tuple[bytes, Sequence[int]]] = deque()
         self._end: Sender | Receiver | None = None
@@ -42,19 +50,24 @@ class LinkEnd(ABC):
         self._name = name
         self._fail = fail
         self._stopped = False
-        self._given_up = False
+        self.given_up = False
         self._thread: threading.Thread | None = None
 
     def note(self, note: bytes, fds: Sequence[int]) -> None:
         """A note from the twin; held until this end is open. Runs on the reading thread."""
         with self._notes_lock:
-            if self._end is None:
+            if self._stopped:
+                close_all(fds)
+            elif self._end is None:
                 self._held_notes.append((note, fds))
             else:
                 self._end.on_note(note, fds)
 
     def _opened(self, end: Sender | Receiver) -> None:
         with self._notes_lock:
+            if self._stopped:  # it took longer than whoever opened it would wait
+                end.close(Deadline(_GRACE_S))
+                return
             self._end = end
             while self._held_notes:
                 end.on_note(*self._held_notes.popleft())
@@ -72,7 +85,7 @@ class LinkEnd(ABC):
         if not self._lock.acquire(blocking=False):
             return False  # somebody is at it, perhaps between one message and the next
         try:
-            return self._given_up or not self._has_work()
+            return self.given_up or not self._has_work()
         finally:
             self._lock.release()
 
@@ -90,12 +103,15 @@ class LinkEnd(ABC):
         with self._lock:
             self._stopped = True
             self._work.notify()
+        with self._notes_lock:
+            while self._held_notes:
+                close_all(self._held_notes.popleft()[1])
         if self._has_work():
             self.abort(ClosedError(f"{self._name} is being closed"))
         if self._thread is not None:
-            self._thread.join(deadline.remaining_s)
-        if self._end is not None:
-            self._end.close(deadline)
+            self._thread.join(max(deadline.remaining_s, _GRACE_S))
+        if self._end is not None and not (self._thread and self._thread.is_alive()):
+            give_back(self._name, self._end.close, deadline)
 
     @abstractmethod
     def _has_work(self) -> bool:
@@ -124,7 +140,8 @@ class LinkEnd(ABC):
             except (ClosedError, PeerClosedError):
                 # The one who closes reports what was not delivered; nobody else is harmed by it.
                 with self._lock:
-                    self._given_up = True
+                    self.given_up = True
+                self._changed()
                 return
             except StagelinkError as error:
                 self._fail(error)
@@ -132,6 +149,24 @@ class LinkEnd(ABC):
             except Exception as error:
                 self._fail(mapped(self._name, error))
                 return
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that nobody will take."""
+    for fd in fds:
+        os.close(fd)
+
+
+def give_back(what: str, close: Callable[[Deadline], None], deadline: Deadline) -> None:
+    """Call a ``close`` of a transport's.
+
+    Raises:
+        StagelinkError: it raised; see `mapped`.
+    """
+    try:
+        close(deadline)
+    except Exception as error:
+        raise mapped(f"closing {what}", error) from error
 
 
 def mapped(what: str, error: BaseException) -> StagelinkError:

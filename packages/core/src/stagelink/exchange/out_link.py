@@ -6,6 +6,7 @@ others queued queues behind them, it never begins past them.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -73,14 +74,16 @@ class OutLink(LinkEnd):
         changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
-        super().__init__(f"stagelink-send-{link.source}-{link.target}-{link.transport}", fail)
+        super().__init__(
+            f"stagelink-send-{link.source}-{link.target}-{link.transport}", fail, changed
+        )
         self.link = link
         self.unfinished = 0
         self._sender: Sender | None = None
         self._capabilities = capabilities
         self._announce = announce
         self._pool = pool
-        self._changed = changed
+        self._telling = threading.Lock()
         self._queue: deque[SendJob | Callable[[], None]] = deque()
         self._begun: deque[_Begun] = deque()
 
@@ -192,10 +195,11 @@ class OutLink(LinkEnd):
         Raises:
             StagelinkError: the transport failed.
         """
-        with self._lock:  # the peer may have answered before ``begin`` has returned here
-            begun = bool(self._begun)
-        if begun:
-            self._finish_head()
+        with self._telling:
+            with self._lock:  # the peer may have answered before ``begin`` has returned here
+                begun = bool(self._begun) and not self._stopped
+            if begun:
+                self._finish_head()
 
     def _finish_head(self) -> None:
         pending, job = self._begun[0]

@@ -171,9 +171,7 @@ class Outgoing:
             try:
                 way.link.submit(job, copy=copy)
             except StagelinkError as error:
-                self._plane.blame(error)
-                self._plane.check()
-                raise
+                self._plane.raise_blamed(error)
         way.counters.messages += 1
         way.counters.payload_bytes += job.header.payload_bytes
         self._event("send", way, key, job.header.payload_bytes, 0.0)
@@ -209,6 +207,7 @@ class Outgoing:
             starts = way.window.release(session, microbatch)
         for start in starts:
             start()
+        self._plane.changed()
 
     def _on_credit(self, peer: int, frame: Frame) -> None:
         header = frame.header

@@ -30,7 +30,7 @@ class Presence:
 
     def leave(self, session: int) -> None:
         """This rank leaves a session, and all before it; with the plane's lock held."""
-        self.left = session
+        self.left = max(session, self.left)
         self._ended = {key: why for key, why in self._ended.items() if key[0] > session}
 
     def _on_end(self, peer: int, frame: Frame) -> None:

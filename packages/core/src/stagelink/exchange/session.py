@@ -287,7 +287,7 @@ class Session:
             raise type(error)(text) from error
 
     def _recv_forward(self, way: WayIn, key: Key, deadline_s: float | None) -> torch.Tensor | None:
-        arrival = self._receive(way, key, deadline_s)
+        arrival = self._receive(way, key, self._deadline(deadline_s))
         if arrival.header.requires_grad:
             self._owed[key.edge, key.microbatch] = arrival.header
         else:
@@ -300,27 +300,34 @@ class Session:
     def _recv_backward(
         self, keys: Sequence[tuple[WayIn, Key]], deadline_s: float | None
     ) -> torch.Tensor | None:
+        deadline = self._deadline(deadline_s)
+        awaited = [(way, key) for way, key in keys if self._sent[key.edge, key.microbatch]]
+        for way, key in awaited:
+            self._check_not_taken(way, key)
+            # All are here before one is taken: what is taken cannot be asked for again.
+            self._mail.into.wait_whole(way, key, deadline)
         total: torch.Tensor | None = None
-        for way, key in keys:
-            if not self._sent[key.edge, key.microbatch]:
-                continue
-            gradient = unseal(self._receive(way, key, deadline_s))
+        for way, key in awaited:
+            gradient = unseal(self._receive(way, key, deadline))
             forward = self._mail.out.ways[key.edge, Direction.FORWARD, way.peer]
             self._mail.out.release(forward, self.number, key.microbatch)
             if gradient is not None:
                 total = gradient if total is None else total.add_(gradient)
         return total
 
-    def _receive(self, way: WayIn, key: Key, deadline_s: float | None) -> Arrival:
+    def _receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:
+        self._check_not_taken(way, key)
+        arrival = self._mail.into.receive(way, key, deadline)
+        self._had_message = True
+        self._taken.add(key)
+        return arrival
+
+    def _check_not_taken(self, way: WayIn, key: Key) -> None:
         self._check_open()
         if key in self._taken:
             raise UsageError(
                 f"rank {self._rank}: {key} of edge {way.edge.name!r} was received before"
             )
-        arrival = self._mail.into.receive(way, key, self._deadline(deadline_s))
-        self._had_message = True
-        self._taken.add(key)
-        return arrival
 
     def _deadline(self, deadline_s: float | None) -> Deadline:
         if deadline_s is not None:

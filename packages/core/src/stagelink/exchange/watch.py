@@ -38,6 +38,7 @@ class AbortWatch:
         self._plane = plane
         self._client = rendezvous.client()
         self._lock = threading.Lock()
+        self._starting = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._last_look = 0.0
         plane.on_failure(self._on_failure)
@@ -71,10 +72,13 @@ class AbortWatch:
                 self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name="stagelink-abort-key", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        with self._starting:  # one that has not started cannot be waited for
+            self._threads.add(thread)
+            thread.start()
 
     def finish(self, seconds: float) -> None:
         """Give what is under way a moment."""
-        for thread in tuple(self._threads):
+        with self._starting:
+            threads = tuple(self._threads)
+        for thread in threads:
             thread.join(seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -157,6 +158,7 @@ class Wiring:
         self._theirs: dict[int, dict[str, str]] = {}
         self._ends: dict[Link, LinkEnd] = {}
         self._numbered: dict[int, list[Link]] = {}
+        self._openers: list[threading.Thread] = []
         plane.handle(MessageKind.CHOSEN, self._on_chosen)
         plane.handle(MessageKind.NOTE, self._on_note)
         plane.on_failure(self._on_failure)
@@ -231,9 +233,11 @@ class Wiring:
         for peer, links in self._numbered.items():
             opener = partial(self._open_pair, peer, links, transports, deadline, waiting)
             name = f"stagelink-open-{self.rank}-{peer}"
-            threading.Thread(target=opener, name=name, daemon=True).start()
+            thread = threading.Thread(target=opener, name=name, daemon=True)
+            self._openers.append(thread)
+            thread.start()
         if not self.plane.wait(lambda: not waiting, deadline):
-            late = ", ".join(map(str, sorted(waiting)))
+            late = ", ".join(map(str, sorted(tuple(waiting))))
             raise ConnectError(
                 f"rank {self.rank}: the links with rank {late} were not open within "
                 f"{deadline.seconds:g} s"
@@ -259,7 +263,12 @@ class Wiring:
             )
         else:
             self._ends[link] = InLink(
-                link, capabilities, self.pool, self._mail.into.on_settled, self.plane.blame
+                link,
+                capabilities,
+                self.pool,
+                self._mail.into.on_settled,
+                self.plane.changed,
+                self.plane.blame,
             )
         self.counters[link] = LinkCounters()
 
@@ -365,9 +374,12 @@ class Wiring:
         )
 
     def close(self, deadline: Deadline) -> None:
-        """Give every end back."""
-        for end in self._ends.values():
-            end.close(deadline)
+        """Give every end back, also where one raises; what is still being opened is waited for."""
+        for opener in self._openers:
+            opener.join(deadline.remaining_s)
+        with ExitStack() as ends:
+            for end in self._ends.values():
+                ends.callback(end.close, deadline)
 
 
 def routes_of(plan: Plan, rank: int) -> list[tuple[Edge, int, int]]:

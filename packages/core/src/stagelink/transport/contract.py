@@ -14,8 +14,9 @@ The life of one message::
     Pending.finish(deadline)   ═══ payload ═══▶     Pending.finish(deadline) -> tensor
 
 Threads: core calls ``begin`` of one link never from two threads at once, and ``finish`` in the
-order of ``begin``, once each. ``on_note`` and ``abort`` run on the thread that reads the control
-plane: they return at once and never raise.
+order of ``begin``, once each. ``on_note`` runs on the thread that reads the control plane, or on
+the one that opened the end for notes that came before; ``abort`` on whichever thread failed. Both
+return at once and never raise.
 """
 
 # ruff: noqa: B027 - to do nothing is a fine default for notes, abort and close
