@@ -99,7 +99,14 @@ def _receiver_out_of_place(session: Session) -> None:
         "microbatch 0 (forward, session 0) of edge 'h' was received before", session.recv, "h", 0
     )
     session.send_grad("h", torch.ones(SMALL), 0)
-    _refused("'h' of microbatch 0 takes no gradient (more)", session.send_grad, "h", _ones(), 0)
+    _refused(
+        "'h' of microbatch 0 takes no gradient: it was answered before, or its sender's "
+        "tensor did not require one",
+        session.send_grad,
+        "h",
+        _ones(),
+        0,
+    )
     session.send_grad("h", None, 0)  # the loop that knows nothing of it goes on
 
 

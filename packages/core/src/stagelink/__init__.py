@@ -37,7 +37,7 @@ from stagelink.exchange.handles import RecvHandle, SendHandle
 from stagelink.exchange.session import Session
 from stagelink.plan import Plan
 from stagelink.runner import PipelineRunner
-from stagelink.schedule import Action, Verdict, verify
+from stagelink.schedule import Action, Kind, Verdict, verify
 
 __version__ = version("stagelink")
 
@@ -50,6 +50,7 @@ __all__ = [
     "DisagreementError",
     "ForkedError",
     "Handler",
+    "Kind",
     "MessageError",
     "MessageTypeError",
     "NoTransportError",

@@ -124,7 +124,8 @@ class Outgoing:
                 f"rank {self._plane.rank}: no place for {key} of edge {way.edge.name!r} to rank "
                 f"{way.peer} within {deadline.seconds:g} s: the window of {window.size} is taken "
                 f"by microbatches {window.outstanding()}, which rank {way.peer} has not answered; "
-                "is its order of receives the schedule's?"
+                "a place is free again when its gradient has been taken by recv_grad here, or its "
+                "tensor by recv there; does each rank follow session.actions?"
             )
         waited = time.monotonic() - began
         way.counters.window_wait_s += waited

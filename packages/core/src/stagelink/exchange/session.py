@@ -386,6 +386,6 @@ class Session:
             )
         if gradient is not None:
             raise UsageError(
-                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} takes no gradient "
-                "(more)"
+                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} takes no gradient: "
+                "it was answered before, or its sender's tensor did not require one"
             )
