@@ -118,6 +118,30 @@ def test_c010_a_rank_is_killed_in_the_middle_of_a_payload(dead: int, frozen: int
             assert len(threads) <= 1, end.left
 
 
+def test_c010_a_rank_is_killed_while_another_closes() -> None:
+    limits = {**PATIENT, "close_deadline_s": 30.0}
+    with start_to_ends(document(GLOO, (1, 1), line(2), limits=limits), _closing) as ranks:
+        for rank in range(2):
+            ranks.wait_for(rank, "ready")
+        ranks.kill(1, signal.SIGSTOP)
+        ranks.kill(0, signal.SIGUSR1)
+        ranks.wait_for(0, "closing")
+        ranks.kill(1)
+        (end,) = _survivors(ranks, 1, timeout_s=5)
+    assert "rank 1 died" in end.text
+
+
+def _closing(comm: stagelink.Handler) -> None:
+    """Rank 0 closes with a payload under way to a rank that is frozen."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    session = comm.evaluate(1)
+    report("ready")
+    signal.sigwait({signal.SIGUSR1})
+    session.isend("h0", torch.ones(HUGE), 0, copy=False)
+    report("closing")
+    comm.close()
+
+
 def _host_or_guest(rank: int, world_size: int, store: Store, plan: Document) -> str:
     """Rank 0 hosts the pipeline's store; it was told its port by the test's own."""
     if rank == 0:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import stagelink
 from stagelink.testing import LeakCheck
-from tests.support.pipelines import GLOO, INLINE, Ranks, check_same, document, joined
+from tests.support.pipelines import GLOO, INLINE, LOOPBACK, Ranks, check_same, document, joined
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -81,10 +81,8 @@ SCRIPT = """
 """
 
 
-def test_c042_the_interpreter_ends(any_ranks: Ranks) -> None:
-    if str(any_ranks.wire) != "loopback":
-        pytest.skip("one start of an interpreter is enough")
-    code = dedent(SCRIPT).format(plan=any_ranks.plan())
+def test_c042_the_interpreter_ends() -> None:
+    code = dedent(SCRIPT).format(plan=document(LOOPBACK))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"done\n"

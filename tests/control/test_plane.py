@@ -371,6 +371,28 @@ def test_waits_that_end_while_the_plane_is_closed(line: Callable[[int], Line]) -
         assert [str(error) for error in caught] == ["rank 0 is closed"] * 3
 
 
+def test_closing_does_not_wait_for_a_handler_that_never_returns(
+    line: Callable[[int], Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagelink.control.plane._STOP_S", 0.2)
+    inside, gate = threading.Event(), threading.Event()
+
+    def stuck(peer: int, frame: Frame) -> None:
+        inside.set()
+        gate.wait(LONG)
+
+    pair = line(2)
+    pair.planes[1].handle(MessageKind.OPEN, stuck)
+    pair.start()
+    pair.planes[0].post(1, Header(MessageKind.OPEN))
+    assert inside.wait(LONG)
+    began = time.monotonic()
+    pair.planes[1].start_closing()
+    pair.planes[1].close(Deadline(0.2))
+    assert time.monotonic() - began < 2
+    gate.set()
+
+
 def test_a_stranger_is_dropped_and_harms_nobody(
     line: Callable[[int], Line], caplog: pytest.LogCaptureFixture
 ) -> None:

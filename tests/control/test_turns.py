@@ -62,7 +62,7 @@ class Source:
         return self.turns.wait(lambda: number in self.got, Deadline(deadline_s))
 
     def close(self) -> None:
-        self.turns.stop()
+        self.turns.stop(Deadline(20))
         os.close(self._out)
         os.close(self._in)
 
@@ -218,7 +218,7 @@ def test_a_long_wait_is_told_of(source: Source) -> None:
 def test_stopping_ends_the_stand_by(source: Source) -> None:
     _started(source)
     assert source.watched.wait(20)
-    source.turns.stop()
+    source.turns.stop(Deadline(20))
     assert "stand-by" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -234,5 +234,5 @@ def test_stopping_ends_a_stand_by_whose_poke_another_reader_swallowed(source: So
     source.turns._poke = swallow_first
     _started(source)
     assert source.watched.wait(20)
-    source.turns.stop()
+    source.turns.stop(Deadline(20))
     assert "stand-by" not in [thread.name for thread in threading.enumerate()]

@@ -195,6 +195,28 @@ def _second_try_is_here(comm: stagelink.Handler) -> None:
     assert plane.wait(here, Deadline(20))
 
 
+# -- deadlines -----------------------------------------------------------------------------------
+
+
+def _slow_at_first(comm: stagelink.Handler) -> None:
+    with comm.evaluate(4) as session:
+        if comm.rank == 0:
+            session.send("h", _ones(), 0)
+            session.send("h", _ones(), 1)  # waits for longer than a later one may
+            with pytest.raises(stagelink.DeadlineError, match=r"within 0\.2 s: the window of 1"):
+                session.send("h", _ones(), 2)
+            comm.reduce([0.0])
+        else:
+            time.sleep(0.5)
+            session.recv("h", 0)
+            comm.reduce([0.0])
+
+
+def test_only_the_first_answer_may_take_long(ranks: Ranks) -> None:
+    limits = {"deadline_s": 0.2, "first_deadline_s": 20.0}
+    ranks.run(ranks.plan(window=1, schedule="forward", limits=limits), _slow_at_first)
+
+
 # -- several consumers ---------------------------------------------------------------------------
 
 
@@ -250,6 +272,31 @@ def _one_consumer_is_late(comm: stagelink.Handler) -> None:
                 comm.reduce([0.0])
                 comm.reduce([0.0])
             check_same(session.recv("h", mb), torch.ones(SMALL))
+
+
+def _retried(comm: stagelink.Handler) -> None:
+    with comm.train(1) as session:
+        if comm.rank == 0:
+            session.send("h", _ones(), 0)
+            comm.reduce([0.0])  # one of the two gradients is here
+            with pytest.raises(stagelink.DeadlineError, match=r"from rank 2 on edge .h>2. within"):
+                session.recv_grad("h", 0, deadline_s=0.1)
+            comm.reduce([0.0])
+            check_same(session.recv_grad("h", 0), torch.full((SMALL,), 3.0))
+            return
+        session.recv("h", 0)
+        gradient = torch.full((SMALL,), float(comm.rank))
+        if comm.rank == 1:
+            session.send_grad("h", gradient, 0)
+        comm.reduce([0.0])
+        comm.reduce([0.0])
+        if comm.rank == 2:
+            session.send_grad("h", gradient, 0)
+
+
+def test_no_gradient_is_lost_by_a_missed_deadline(ranks: Ranks) -> None:
+    tensors = [tensor("h", 0, 1, 2), tensor("x", 1, 2)]
+    ranks.run(ranks.plan((1,) * 3, tensors), _retried)
 
 
 # -- handles -------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ MessageHandler = Callable[[int, Frame], None]
 logger = logging.getLogger("stagelink")
 _ABORT_FLUSH_S = 1.0
 _EXPLAIN_S = 0.5
+_STOP_S = 2.0
 _planes: weakref.WeakSet[Plane] = weakref.WeakSet()
 
 
@@ -407,7 +408,7 @@ class Plane:
         else:
             patience = Deadline(min(_ABORT_FLUSH_S, deadline.remaining_s))
             self.turns.wait(lambda: all(c.flushed or c.ended for c in connections), patience)
-        self.turns.stop()
+        self.turns.stop(Deadline(_STOP_S))  # longer only if a plugin's call does not return
         self._release()
 
     def _release(self) -> None:

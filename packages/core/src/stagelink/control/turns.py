@@ -71,15 +71,17 @@ class Turns:
         """Start the stand-by thread."""
         self._standby.start()
 
-    def stop(self) -> None:
+    def stop(self, deadline: Deadline) -> None:
         """End the stand-by thread and wait for it; callers that still wait go on by themselves."""
         with self.lock:
             self._stopped = True
             self._idle.notify()
+        if threading.current_thread() is self._standby:
+            return
         # Again and again: a caller that still reads may swallow a poke.
-        while self._standby.is_alive() and threading.current_thread() is not self._standby:
+        while self._standby.is_alive() and not deadline.passed:
             self._poke()
-            self._standby.join(_POKE_AGAIN_S)
+            self._standby.join(min(_POKE_AGAIN_S, deadline.remaining_s))
 
     def touch(self) -> None:
         """A caller is at work and will soon wait: the stand-by need not come in."""

@@ -87,7 +87,7 @@ class Outgoing:
         *,
         copy: bool,
         deadline: Deadline | None,
-    ) -> None:
+    ) -> bool:
         """Send one message when the window has a place for it.
 
         Args:
@@ -97,6 +97,9 @@ class Outgoing:
             copy: the caller may overwrite the payload as soon as this returns.
             deadline: for the place; None: do not wait, start it when a place is free.
 
+        Returns:
+            Whether it waited for an answer of the peer, and got one.
+
         Raises:
             DeadlineError: no place came free.
             PeerClosedError: the peer has left the session or closed.
@@ -105,19 +108,17 @@ class Outgoing:
         self._plane.check()
         self._plane.turns.touch()
         window = way.window
-        if window is None:
+        waits = not (window is None or self._place_now(way, window, key))
+        if window is None or not waits:
             self._start(way, key, job, copy=copy)
-        elif deadline is not None:
+        elif deadline is None:
+            self._park(way, window, key, job, copy=copy)
+        else:
             self._wait_place(way, window, key, deadline)
             self._start(way, key, job, copy=copy)
-        elif self._place_now(way, window, key):
-            self._start(way, key, job, copy=copy)
-        else:
-            self._park(way, window, key, job, copy=copy)
+        return waits and deadline is not None
 
     def _wait_place(self, way: WayOut, window: Window, key: Key, deadline: Deadline) -> None:
-        if self._place_now(way, window, key):
-            return
         began = time.monotonic()
         if not self._plane.wait(partial(self._place_now, way, window, key), deadline):
             raise DeadlineError(

@@ -266,7 +266,8 @@ class Session:
         for way, key in zip(ways, keys, strict=True):
             # Every consumer's message is the same but for its edge.
             own = SendJob(job.header._replace(edge=key.edge), payload) if jobs else job
-            self._mail.out.send(way, key, own, copy=copy, deadline=deadline)
+            answered = self._mail.out.send(way, key, own, copy=copy, deadline=deadline)
+            self._had_message = self._had_message or answered
             self._sent[key.edge, microbatch] = job.header.requires_grad
             jobs.append(own)
         return SendHandle(jobs, self._wait_sent)

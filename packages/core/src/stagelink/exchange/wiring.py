@@ -159,8 +159,10 @@ class Wiring:
         self._ends: dict[Link, LinkEnd] = {}
         self._numbered: dict[int, list[Link]] = {}
         self._openers: list[threading.Thread] = []
+        self._ready: set[int] = set()
         plane.handle(MessageKind.CHOSEN, self._on_chosen)
         plane.handle(MessageKind.NOTE, self._on_note)
+        plane.handle(MessageKind.READY, self._on_ready)
         plane.on_failure(self._on_failure)
 
     # -- choosing
@@ -225,6 +227,9 @@ class Wiring:
     def open(self, transports: Mapping[str, Transport], deadline: Deadline) -> None:
         """Open both directions of every link; the pairs of ranks do so side by side.
 
+        Returns when the peers have opened theirs, too: a rank that fails or closes at once must
+        not tear down what a peer is still opening.
+
         Raises:
             TransportError: a transport could not open its end.
             ConnectError: the deadline passed.
@@ -242,6 +247,19 @@ class Wiring:
                 f"rank {self.rank}: the links with rank {late} were not open within "
                 f"{deadline.seconds:g} s"
             )
+        for peer in self.plane.peers:
+            self.plane.post(peer, Header(MessageKind.READY))
+        if not self.plane.wait(lambda: self._ready.issuperset(self.plane.peers), deadline):
+            late = ", ".join(map(str, sorted(set(self.plane.peers) - self._ready)))
+            raise ConnectError(
+                f"rank {self.rank}: rank {late} had not opened its links within "
+                f"{deadline.seconds:g} s"
+            )
+
+    def _on_ready(self, peer: int, frame: Frame) -> None:
+        del frame
+        with self.plane.lock:
+            self._ready.add(peer)
 
     def _build(self, transports: Mapping[str, Transport]) -> None:
         for (edge_index, source, target), choice in self.choices.items():
@@ -308,14 +326,14 @@ class Wiring:
             for number, link in enumerate(links):
                 self._open_end(number, link, transports[link.transport], deadline)
         except StagelinkError as error:
-            self.plane.fail(error)
+            self.plane.blame(error)
         except Exception as error:
             failure = TransportError(
                 f"rank {self.rank} cannot open its links with rank {peer}: "
                 f"{type(error).__name__}: {error}"
             )
             failure.__cause__ = error
-            self.plane.fail(failure)
+            self.plane.blame(failure)
         with self.plane.lock:
             del waiting[peer]
         self.plane.changed()

@@ -67,6 +67,7 @@ class MessageKind(enum.IntEnum):
     REDUCE = 11
     ABORT = 12
     BYE = 13
+    READY = 14
 
 
 class Direction(enum.IntEnum):
