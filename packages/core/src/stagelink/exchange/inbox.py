@@ -22,7 +22,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._arrivals: dict[Key, Arrival] = {}
-        self._last: dict[tuple[int, Direction, int], tuple[int, int]] = {}
+        self._last: dict[tuple[int, int, Direction, int], int] = {}
 
     def put(self, arrival: Arrival) -> None:
         """Keep an arrival until it is taken; one that was refused is replaced by a better one.
@@ -35,7 +35,7 @@ class Inbox:
         if held is not None and held.refusal is None:
             raise ProtocolError(f"rank {arrival.peer} sent {key} of edge {key.edge} twice")
         self._arrivals[key] = arrival
-        self._last[key.edge, key.direction, arrival.peer] = (key.session, key.microbatch)
+        self._last[key.session, key.edge, key.direction, arrival.peer] = key.microbatch
 
     def get(self, key: Key) -> Arrival | None:
         """The arrival with this key, which stays."""
@@ -50,6 +50,7 @@ class Inbox:
 
     def take_session(self, session: int) -> list[Arrival]:
         """Remove everything of one session."""
+        self._last = {k: last for k, last in self._last.items() if k[0] > session}
         keys = [key for key in self._arrivals if key.session == session]
         return [self._arrivals.pop(key) for key in keys]
 
@@ -61,8 +62,7 @@ class Inbox:
 
     def last_microbatch(self, key: Key, peer: int) -> int | None:
         """The microbatch that came last from a peer on this edge, direction and session."""
-        session, microbatch = self._last.get((key.edge, key.direction, peer), (None, None))
-        return microbatch if session == key.session else None
+        return self._last.get((key.session, key.edge, key.direction, peer))
 
     def __len__(self) -> int:
         return len(self._arrivals)
