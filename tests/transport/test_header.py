@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagelink.errors import ProtocolError
-from stagelink.plan import DTYPES
+from stagelink.plan import DTYPES, MAX_DIMS
 from stagelink.transport.header import (
     HEADER_BYTES,
-    MAX_DIMS,
     Direction,
     Flag,
     Header,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import HEADER_BYTES, Header
 
-__all__ = ["MAX_FDS", "Connection", "Frame"]
+__all__ = ["MAX_FDS", "Connection", "Frame", "close_all"]
 
 MAX_FDS = 253
 """File descriptors that one frame may carry: what the kernel takes at once."""
@@ -127,7 +127,7 @@ class Connection:
                 sent = self._write(chunk.data, chunk.fds)
                 if sent == 0 and not self._broken:
                     return False
-                _close_all(chunk.fds)
+                close_all(chunk.fds)
                 if sent < len(chunk.data) and not self._broken:
                     self._out[0] = _Chunk(chunk.data[sent:], ())
                     return False
@@ -171,7 +171,7 @@ class Connection:
 
     def _drop_output(self) -> None:
         for chunk in self._out:
-            _close_all(chunk.fds)
+            close_all(chunk.fds)
         self._out.clear()
 
     # -- in
@@ -241,11 +241,12 @@ class Connection:
             self._broken = True
             self._drop_output()
             self.sock.close()
-        _close_all(self._in_fds)
+        close_all(self._in_fds)
         self._in_fds.clear()
 
 
-def _close_all(fds: Sequence[int] | deque[int]) -> None:
+def close_all(fds: Sequence[int] | deque[int]) -> None:
+    """Close descriptors that nobody will take."""
     for fd in fds:
         os.close(fd)
 

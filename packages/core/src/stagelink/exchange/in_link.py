@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.exchange.link_end import FOREVER, LinkEnd, close_all, mapped
+from stagelink.control.connection import close_all
+from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,6 @@ class InLink(LinkEnd):
         self._settled = settled
         self._queue: deque[_Announced] = deque()
         self._begun: deque[_Received] = deque()
-        self.unfinished = 0
         self._finishing = threading.Lock()
 
     def announced(self, arrival: Arrival, note: bytes, fds: Sequence[int]) -> None:

@@ -6,20 +6,20 @@ where nothing is left to finish.
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from stagelink.control.connection import close_all
 from stagelink.errors import ClosedError, PeerClosedError, StagelinkError, TransportError
 from stagelink.transport.contract import Deadline
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Receiver, Sender
 
-__all__ = ["FOREVER", "LinkEnd", "close_all", "give_back", "mapped"]
+__all__ = ["FOREVER", "LinkEnd", "give_back", "mapped"]
 
 _GRACE_S = 0.2
 """What a step of closing gets when those before it have used up the time."""
@@ -149,12 +149,6 @@ class LinkEnd(ABC):
             except Exception as error:
                 self._fail(mapped(self._name, error))
                 return
-
-
-def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors that nobody will take."""
-    for fd in fds:
-        os.close(fd)
 
 
 def give_back(what: str, close: Callable[[Deadline], None], deadline: Deadline) -> None:

@@ -78,7 +78,6 @@ class OutLink(LinkEnd):
             f"stagelink-send-{link.source}-{link.target}-{link.transport}", fail, changed
         )
         self.link = link
-        self.unfinished = 0
         self._sender: Sender | None = None
         self._capabilities = capabilities
         self._announce = announce

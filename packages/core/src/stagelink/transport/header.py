@@ -35,13 +35,12 @@ from math import prod
 from typing import NamedTuple
 
 from stagelink.errors import ProtocolError
-from stagelink.plan.dtypes import DTYPE_BY_CODE, DType
+from stagelink.plan.dtypes import DTYPE_BY_CODE, MAX_DIMS, DType
 
-__all__ = ["HEADER_BYTES", "MAX_DIMS", "VERSION", "Direction", "Flag", "Header", "MessageKind"]
+__all__ = ["HEADER_BYTES", "VERSION", "Direction", "Flag", "Header", "MessageKind"]
 
 MAGIC = b"SLNK"
 VERSION = 1
-MAX_DIMS = 8
 MAX_INLINE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 16 * 1024 * 1024
 _LAYOUT = struct.Struct("<4sBBBBIIqQHBBBBIQ8q16s")

@@ -7,8 +7,7 @@ from ctypes import string_at
 import torch
 
 from stagelink.errors import MessageError, MessageTypeError
-from stagelink.plan.dtypes import DTYPE_BY_NAME, DTYPES, DType
-from stagelink.transport.header import MAX_DIMS
+from stagelink.plan.dtypes import DTYPE_BY_NAME, DTYPES, MAX_DIMS, DType
 
 __all__ = ["dtype_of", "from_bytes", "from_raw", "raw_bytes", "to_bytes"]
 
