@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -133,10 +134,13 @@ def test_c010_a_rank_is_killed_while_another_closes() -> None:
 
 def _closing(comm: stagelink.Handler) -> None:
     """Rank 0 closes with a payload under way to a rank that is frozen."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell)  # whichever thread the signal comes to
+    signal.signal(signal.SIGUSR1, lambda *_: None)
     session = comm.evaluate(1)
     report("ready")
-    signal.sigwait({signal.SIGUSR1})
+    os.read(told, 1)
     session.isend("h0", torch.ones(HUGE), 0, copy=False)
     report("closing")
     comm.close()

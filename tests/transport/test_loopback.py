@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +17,7 @@ from stagelink.transport.loopback import Loopback, LoopbackOptions
 from tests.support.pipelines import LOOPBACK, RENDEZVOUS, Ranks, Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from stagelink.testing import RankPool
     from stagelink.transport.contract import Pending, Port
@@ -29,13 +30,15 @@ class Ports:
 
     def __init__(self) -> None:
         self.sender: Sender | None = None
-        self.noted: list[bytes] = []
+        self.rooms = 0
         self._changed = threading.Condition()
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
-        self.noted.append(note)
-        if self.sender is not None:
-            self.sender.on_note(note, fds)
+        assert self.sender is not None
+        self.sender.on_note(note, fds)
+
+    def room(self) -> None:
+        self.rooms += 1
 
     def wake(self) -> None:
         with self._changed:
@@ -47,94 +50,123 @@ class Ports:
 
 
 class Pair:
-    """A sender and its receiver; `send` returns the pending and the note that was announced."""
+    """A sender and its receiver."""
 
     def __init__(self, *, rendezvous: bool) -> None:
         transport = Loopback(LoopbackOptions(rendezvous=rendezvous))
         self.ports = Ports()
         port = cast("Port", self.ports)
-        self.sender = transport.open_sender(LINK, port, Deadline(1))
+        self.sender = self.ports.sender = transport.open_sender(LINK, port, Deadline(1))
         self.receiver: Receiver = transport.open_receiver(LINK, port, Deadline(1))
-        self.ports.sender = self.sender
 
-    def send(self, payload: torch.Tensor) -> tuple[Pending | None, bytes]:
-        notes: list[bytes] = []
+    def send(self, payload: torch.Tensor) -> Pending | None:
         header = Header(MessageKind.DATA, payload_bytes=payload.numel())
+        announced: list[bytes] = []
         pending = self.sender.begin(
-            Message(header, payload), lambda note=b"", fds=(): notes.append(note)
+            Message(header, payload), lambda note=b"", fds=(): announced.append(note)
         )
-        (note,) = notes
-        return pending, note
+        assert announced == [b""]
+        return pending
 
-    def take(self, note: bytes) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
         header = Header(MessageKind.DATA)
-        pending = self.receiver.begin(header, note, (), lambda: torch.empty(0))
+        pending = self.receiver.begin(header, b"", (), lambda: torch.empty(0))
         payload = pending.finish(Deadline(1))
         assert payload is not None
         return payload
 
 
+def _mailboxes_left() -> int:
+    gc.collect()
+    return len(loopback._mailboxes)
+
+
 @pytest.fixture(autouse=True)
-def _nothing_stays_on_the_shelf() -> object:
-    before = set(loopback._shelf)
+def _nothing_stays() -> Iterator[None]:
+    before = _mailboxes_left()
     yield
-    assert set(loopback._shelf) == before
+    assert _mailboxes_left() == before
 
 
 def test_a_send_is_done_at_once_and_its_bytes_are_copied() -> None:
     pair = Pair(rendezvous=False)
     payload = torch.full((4,), 7, dtype=torch.uint8)
-    pending, note = pair.send(payload)
+    assert pair.send(payload) is FINISHED
     payload.fill_(9)
-    assert pending is FINISHED
-    assert pair.take(note).tolist() == [7] * 4
+    assert pair.take().tolist() == [7] * 4
 
 
 def test_a_rendezvous_is_done_when_it_is_taken() -> None:
     pair = Pair(rendezvous=True)
-    pending, note = pair.send(torch.ones(4, dtype=torch.uint8))
+    pending = pair.send(torch.ones(4, dtype=torch.uint8))
     assert pending is not None
     with pytest.raises(TimeoutError, match=r"did not take the message within 0\.05 s"):
         pending.finish(Deadline(0.05))
-    taker = threading.Timer(0.05, pair.take, args=(note,))
+    taker = threading.Timer(0.05, pair.take)
     taker.start()
     assert pending.finish(Deadline(20)) is None
     taker.join()
 
 
-def test_messages_are_told_apart_and_taken_in_any_order() -> None:
+def test_nothing_begins_before_the_receiver_is_there() -> None:
+    transport = Loopback(LoopbackOptions())
+    ports = Ports()
+    port = cast("Port", ports)
+    ports.sender = transport.open_sender(LINK, port, Deadline(1))
+    payload = torch.ones(4, dtype=torch.uint8)
+    message = Message(Header(MessageKind.DATA, payload_bytes=4), payload)
+    assert ports.sender.begin(message, lambda note=b"", fds=(): pytest.fail("announced")) is None
+    transport.open_receiver(LINK, port, Deadline(1))
+    assert ports.rooms == 1
+    assert ports.sender.begin(message, lambda note=b"", fds=(): None) is FINISHED
+
+
+def test_messages_of_two_links_are_told_apart() -> None:
     pairs = [Pair(rendezvous=False) for _ in range(2)]
-    sent = [
-        (pair, pair.send(torch.full((3,), 10 * n + k, dtype=torch.uint8))[1], 10 * n + k)
-        for n, pair in enumerate(pairs)
-        for k in range(3)
-    ]
-    for pair, note, value in reversed(sent):
-        assert pair.take(note).tolist() == [value] * 3
+    for k in range(3):
+        for n, pair in enumerate(pairs):
+            pair.send(torch.full((3,), 10 * n + k, dtype=torch.uint8))
+    for n, pair in enumerate(pairs):
+        assert [pair.take().tolist() for _ in range(3)] == [[10 * n + k] * 3 for k in range(3)]
 
 
 def test_what_was_taken_is_the_receivers_own_memory() -> None:
     pair = Pair(rendezvous=False)
     payload = torch.ones(4, dtype=torch.uint8)
-    _, note = pair.send(payload)
-    taken = pair.take(note)
+    pair.send(payload)
+    taken = pair.take()
     assert taken.data_ptr() != payload.data_ptr()
     taken.fill_(3)
     assert payload.tolist() == [1] * 4
 
 
-def test_abort_clears_what_nobody_took() -> None:
-    pair = Pair(rendezvous=True)
-    for _ in range(3):
-        pair.send(torch.ones(4, dtype=torch.uint8))
+@pytest.mark.parametrize("rendezvous", [False, True])
+def test_after_an_abort_nothing_can_be_taken(rendezvous: bool) -> None:
+    pair = Pair(rendezvous=rendezvous)
+    pair.send(torch.ones(4, dtype=torch.uint8))
     pair.sender.abort(RuntimeError("gone"))
+    with pytest.raises(ConnectionError, match="the sender has given the message up"):
+        pair.take()
 
 
 def test_close_leaves_what_was_sent_to_a_slow_receiver() -> None:
     pair = Pair(rendezvous=False)
-    _, note = pair.send(torch.ones(4, dtype=torch.uint8))
+    pair.send(torch.ones(4, dtype=torch.uint8))
     pair.sender.close(Deadline(1))
-    assert pair.take(note).tolist() == [1] * 4
+    assert pair.take().tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("ends", ["close", "abort"])
+def test_a_receiver_that_ends_keeps_no_message(ends: str) -> None:
+    pair = Pair(rendezvous=False)
+    payload = torch.ones(4, dtype=torch.uint8)
+    pair.send(payload)
+    if ends == "close":
+        pair.receiver.close(Deadline(1))
+    else:
+        pair.receiver.abort(RuntimeError("gone"))
+    pair.send(payload)  # it has not heard of it
+    assert not any(mailbox.messages for mailbox in loopback._mailboxes.values())
 
 
 def _many_unread(comm: stagelink.Handler, fails: bool) -> None:

@@ -9,8 +9,10 @@ buffering hides.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 from stagelink.transport.contract import (
     API_VERSION,
@@ -38,8 +40,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Loopback", "LoopbackOptions"]
 
-_shelf: dict[bytes, torch.Tensor] = {}
-_tickets = itertools.count()
+
+class _Mailbox:
+    """Messages between two threads, in order. Both ends hold it, so it dies with the later one."""
+
+    def __init__(self) -> None:
+        self.messages: deque[torch.Tensor] = deque()
+        self.closed = False  # nobody will take any more, or nobody will be given any
+
+    def close(self) -> None:
+        self.closed = True
+        self.messages.clear()
+
+
+_mailboxes: WeakValueDictionary[bytes, _Mailbox] = WeakValueDictionary()
+_names = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,43 +105,56 @@ class _Sender(Sender):
     def __init__(self, port: Port, *, rendezvous: bool) -> None:
         self._port = port
         self._rendezvous = rendezvous
-        self._shelved: set[bytes] = set()
+        self._mailbox: _Mailbox | None = None
+        self._begun = 0
+        self._taken = 0
 
-    def begin(self, message: Message, announce: Announce) -> Pending:
-        ticket = b"%d" % next(_tickets)
-        _shelf[ticket] = message.payload.clone()
-        self._shelved.add(ticket)
-        announce(ticket)
-        return _Handover(self, ticket) if self._rendezvous else FINISHED
+    def begin(self, message: Message, announce: Announce) -> Pending | None:
+        if self._mailbox is None:
+            return None  # the receiver's note has not come yet
+        if not self._mailbox.closed:
+            self._mailbox.messages.append(message.payload.clone())
+        self._begun += 1
+        announce()
+        return _Handover(self, self._begun) if self._rendezvous else FINISHED
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        """The first is the mailbox's name; each that follows says that a message was taken."""
         del fds
-        self._shelved.discard(note)
-        self._port.wake()
+        if self._mailbox is None:
+            self._mailbox = _mailboxes.get(note) or _Mailbox()  # the receiver may have closed
+            self._port.room()
+        else:
+            self._taken += 1
+            self._port.wake()
 
-    def wait_taken(self, ticket: bytes, deadline: Deadline) -> None:
-        if not self._port.wait(lambda: ticket not in self._shelved, deadline):
+    def wait_taken(self, count: int, deadline: Deadline) -> None:
+        if not self._port.wait(lambda: self._taken >= count, deadline):
             raise TimeoutError(f"the peer did not take the message within {deadline.seconds} s")
 
     def abort(self, cause: BaseException) -> None:
         # Not on close: a peer that is slow to read still finds what was sent to it.
         del cause
-        for ticket in tuple(self._shelved):
-            _shelf.pop(ticket, None)
+        if self._mailbox is not None:
+            self._mailbox.close()
 
 
 class _Handover(Pending):
-    def __init__(self, sender: _Sender, ticket: bytes) -> None:
+    def __init__(self, sender: _Sender, count: int) -> None:
         self._sender = sender
-        self._ticket = ticket
+        self._count = count
 
     def finish(self, deadline: Deadline) -> None:
-        self._sender.wait_taken(self._ticket, deadline)
+        self._sender.wait_taken(self._count, deadline)
 
 
 class _Receiver(Receiver):
     def __init__(self, port: Port) -> None:
         self._port = port
+        self._mailbox = _Mailbox()
+        name = b"%d" % next(_names)
+        _mailboxes[name] = self._mailbox
+        port.note(name)
 
     def begin(
         self,
@@ -135,21 +163,29 @@ class _Receiver(Receiver):
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
     ) -> Pending:
-        del header, fds, accept  # the sender's copy becomes the receiver's tensor
-        return _Taking(self._port, note, _shelf.pop(note, None))
+        del header, note, fds, accept  # the sender's copy becomes the receiver's tensor
+        messages = self._mailbox.messages
+        return _Taking(self._port, messages.popleft() if messages else None)
+
+    def abort(self, cause: BaseException) -> None:
+        del cause
+        self._mailbox.close()
+
+    def close(self, deadline: Deadline) -> None:
+        del deadline
+        self._mailbox.close()
 
 
 class _Taking(Pending):
-    def __init__(self, port: Port, ticket: bytes, payload: torch.Tensor | None) -> None:
+    def __init__(self, port: Port, payload: torch.Tensor | None) -> None:
         self._port = port
-        self._ticket = ticket
         self._payload = payload
 
     def finish(self, deadline: Deadline) -> torch.Tensor:
         del deadline
         if self._payload is None:
             raise ConnectionError("the sender has given the message up")
-        self._port.note(self._ticket)
+        self._port.note(b"")
         return self._payload
 
 
