@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 from contextlib import ExitStack, closing
@@ -27,11 +28,16 @@ class End:
 
     def __init__(self, sock: socket.socket) -> None:
         self.blocked = 0
-        self.connection = Connection(sock, self._on_blocked)
+        self.handed = 0
+        self.connection = Connection(sock, self._on_blocked, self._on_handed)
 
     def _on_blocked(self, connection: Connection) -> None:
         assert connection is self.connection
         self.blocked += 1
+
+    def _on_handed(self, connection: Connection) -> None:
+        assert connection is self.connection
+        self.handed += 1
 
     def send(self, note: bytes, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
         flags = int(Flag.INLINE) if payload else 0
@@ -299,6 +305,53 @@ def test_what_a_peer_said_before_it_closed_with_unread_data_is_read(ends: tuple[
     assert [frame.note for frame in reader.read()] == [b"goodbye"]
     assert reader.read() == []
     assert reader.connection.ended
+
+
+def test_what_is_handed_over_needs_no_socket(ends: tuple[End, End]) -> None:
+    one, other = ends
+    one.connection.hand_to(other.connection.number)
+    for number in range(3):
+        one.send(b"%d" % number, b"payload")
+    assert other.handed == 3
+    assert other.read() == []
+    frames = list(other.connection.handed())
+    assert _bodies(frames) == [(b"%d" % number, b"payload") for number in range(3)]
+    assert list(other.connection.handed()) == []
+
+
+def test_after_the_end_of_writes_nothing_is_handed_over(ends: tuple[End, End]) -> None:
+    one, other = ends
+    one.connection.hand_to(other.connection.number)
+    one.send(b"before")
+    one.connection.finish_writes()
+    one.send(b"after")
+    assert _bodies(list(other.connection.handed())) == [(b"before", b"")]
+    assert other.read() == []
+    assert other.connection.ended
+
+
+def test_descriptors_are_handed_over_and_closed_where_nobody_takes_them(
+    ends: tuple[End, End],
+) -> None:
+    one, other = ends
+    one.connection.hand_to(other.connection.number)
+    before = len(os.listdir("/proc/self/fd"))
+    with open("/dev/null", "rb") as file:
+        one.send(b"kept", fds=(file.fileno(),))
+        one.send(b"dropped", fds=(file.fileno(),))
+        ((kept,),) = [frame.fds for frame in itertools.islice(other.connection.handed(), 1)]
+        assert os.path.sameopenfile(kept, file.fileno())
+    os.close(kept)
+    other.connection.close()
+    one.send(b"late", fds=(0,))
+    assert len(os.listdir("/proc/self/fd")) == before - 1  # the closed socket's
+
+
+def test_no_other_end_of_that_number(ends: tuple[End, End]) -> None:
+    one, other = ends
+    one.connection.hand_to(0)
+    one.send(b"by socket")
+    assert _bodies(other.read()) == [(b"by socket", b"")]
 
 
 def test_closing_twice_is_silent(ends: tuple[End, End]) -> None:

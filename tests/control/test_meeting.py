@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import socket
@@ -96,6 +97,37 @@ def test_all_greet_all(servers: list[str]) -> None:
             return dict(greetings)
 
     assert run_threads(meet, 4) == _everybody(4)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_ranks_of_one_process_need_the_socket_no_more(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that say they are of two processes stand for two processes."""
+    by_socket: list[MessageKind] = []
+    pack = Header.pack
+
+    def noted(header: Header, *sizes: int) -> bytes:
+        by_socket.append(header.kind)
+        return pack(header, *sizes)
+
+    monkeypatch.setattr(Header, "pack", noted)
+    if not together:
+        names = (f"process {number}" for number in itertools.count())
+        monkeypatch.setattr("stagelink.control.meeting.process_id", lambda: next(names))
+
+    def meet(rank: int, world_size: int, store: Store) -> None:
+        heard: list[bytes] = []
+        with ready(store, rank, world_size) as me:
+            me.plane.handle(MessageKind.REDUCE, lambda peer, frame: heard.append(frame.note))
+            me.meet()
+            me.plane.post(1 - rank, Header(MessageKind.REDUCE), b"news")
+            assert me.plane.wait(lambda: heard == [b"news"], Deadline(20))
+            _wait_for_all(store, rank, world_size)
+
+    run_threads(meet, 2)
+    assert by_socket.count(MessageKind.HELLO) == 2
+    assert by_socket.count(MessageKind.REDUCE) == (0 if together else 2)
 
 
 def test_a_tcp_connection_is_quick_and_watched() -> None:

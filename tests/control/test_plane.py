@@ -38,7 +38,8 @@ LONG = 20.0
 class Line:
     """Planes 0, 1, … each joined with the next; every plane keeps the REDUCE messages it gets."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, hands_over: bool = False) -> None:
+        self._hands_over = hands_over
         self.planes = [Plane(rank) for rank in range(count)]
         self.heard: list[list[tuple[int, bytes]]] = [[] for _ in range(count)]
         self.socks: dict[tuple[int, int], socket.socket] = {}
@@ -51,7 +52,7 @@ class Line:
         return lambda peer, frame: self.heard[rank].append((peer, frame.note))
 
     def join(self, one: int, other: int) -> None:
-        mine, theirs = join(self.planes[one], self.planes[other])
+        mine, theirs = join(self.planes[one], self.planes[other], hands_over=self._hands_over)
         self.socks |= {(one, other): mine, (other, one): theirs}
 
     def start(self, *, but: int | None = None) -> Line:
@@ -90,12 +91,12 @@ class Line:
             thread.join()
 
 
-@pytest.fixture
-def line() -> Iterator[Callable[[int], Line]]:
+@pytest.fixture(params=[False, True], ids=["by socket", "handed over"])
+def line(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Line]]:
     with ExitStack() as stack:
 
         def make(count: int) -> Line:
-            line = Line(count)
+            line = Line(count, hands_over=request.param)
             stack.callback(line.close)
             return line
 
@@ -118,6 +119,7 @@ def test_more_than_the_socket_takes_comes_through(line: Callable[[int], Line]) -
     assert [int(note[:4]) for _, note in pair.heard[1]] == list(range(3000))
 
 
+@pytest.mark.parametrize("line", [False], indirect=True, ids=["by socket"])
 def test_what_is_queued_just_after_a_flush_is_written_too(line: Callable[[int], Line]) -> None:
     pair = line(2)
     writer = pair.planes[0]._connections[1]

@@ -125,6 +125,30 @@ def test_openings_out_of_place_say_what_is_wrong(ranks: Ranks) -> None:
     ranks.run(ranks.plan(), _openings_out_of_place)
 
 
+def _odd_microbatches(comm: stagelink.Handler) -> None:
+    call = "send" if comm.stage.index == 0 else "recv"
+    for odd, kind in (
+        (0.0, "float"),
+        ("0", "str"),
+        (torch.tensor(0), "Tensor"),
+        (None, "NoneType"),
+    ):
+        with comm.evaluate(1) as session:
+            args = (torch.ones(2), odd) if call == "send" else (odd,)
+            with pytest.raises(
+                stagelink.UsageError, match=f"a microbatch is an int, not '{kind}'"
+            ):
+                getattr(session, call)("h", *args)
+            if call == "send":
+                session.send("h", torch.ones(2), 0)
+            else:
+                session.recv("h", 0)
+
+
+def test_a_microbatch_is_an_int(ranks: Ranks) -> None:
+    ranks.run(ranks.plan(), _odd_microbatches)
+
+
 def _replicas_out_of_place(comm: stagelink.Handler) -> None:
     with comm.evaluate(7) as session:
         if comm.stage.index == 0:

@@ -265,8 +265,12 @@ class Twin:
 
     def _begin(self, header: Header) -> None:
         buffer = torch.zeros(header.payload_bytes, dtype=torch.uint8)
-        pending = self.receiver.begin(header, b"", (), lambda: buffer)
-        self.incoming.put(Incoming(pending, buffer))
+        try:
+            pending = self.receiver.begin(header, b"", (), lambda: buffer)
+        except Exception as error:  # it was announced on a connection that is closed by now
+            self.fail(error)
+        else:
+            self.incoming.put(Incoming(pending, buffer))
 
 
 def _wire(dials: bool, store: Store) -> Connection:

@@ -47,12 +47,12 @@ class GlooSender(Sender):
         Raises:
             RuntimeError: the connection is closed.
         """
+        # First, so that the receiver gets ready meanwhile: gloo's own thread may hold us up.
+        announce()
         if not message.header.payload_bytes:
-            announce()
             return FINISHED
         payload = self._pair.send(message.payload, _PAYLOAD_TAG, self._doing)
         trailer = self._pair.send(self._trailer, _TRAILER_TAG, self._doing)
-        announce()
         return _Sent(payload, trailer)
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:

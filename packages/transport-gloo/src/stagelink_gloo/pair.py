@@ -72,15 +72,17 @@ class Operation:
             ConnectionError: the connection was closed, here or by the peer.
         """
         handle = self._handles.pop(self, None)
-        what = f"{self._doing} {self._buffer.numel()} bytes"
         if handle is None:
-            raise ConnectionError(f"{what}: given up, the connection is closed")
+            raise ConnectionError(f"{self}: given up, the connection is closed")
         try:
             handle.wait(_time_left(deadline))
         except RuntimeError as error:
-            raise _failure(what, deadline, error) from error
+            raise _failure(str(self), deadline, error) from error
         finally:
             del handle  # a traceback that is kept would keep gloo's threads with it
+
+    def __str__(self) -> str:
+        return f"{self._doing} {self._buffer.numel()} bytes"
 
     def let_go(self) -> None:
         """See that it is done or the connection closed, unless somebody else waits for it."""

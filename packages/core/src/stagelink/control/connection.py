@@ -3,11 +3,15 @@
 Unix sockets within a server and TCP across are framed alike, so there is one reader. Nobody blocks
 in a write: two readers blocked in writing to each other would never read again. What the socket
 does not take at once is queued and flushed when it becomes writable.
+
+Where both ends are in one process, each hands its frames to the other as they are. The socket
+then only tells of the end.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import threading
@@ -15,6 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import HEADER_BYTES, Header
@@ -59,15 +64,24 @@ class Connection:
     Args:
         sock: a connected stream socket, owned from now on.
         on_blocked: called once when output begins to queue, so that somebody watches for room.
+        on_handed: called when the other end has handed over a frame, on its thread.
 
     Attributes:
+        number: what no other connection of this process has.
         peer: the other end's rank, None until it has said HELLO.
         greeted: whether this end has said HELLO; only then may it say anything else.
         said_bye: whether the peer has said goodbye.
         ended: whether the end of the peer's stream was read.
     """
 
-    def __init__(self, sock: socket.socket, on_blocked: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_blocked: Callable[[Connection], None],
+        on_handed: Callable[[Connection], None],
+    ) -> None:
+        self.number = next(_numbers)
+        _connections[self.number] = self
         sock.setblocking(False)
         self.sock = sock
         self.peer: int | None = None
@@ -76,10 +90,14 @@ class Connection:
         self.ended = False
         self._passes_fds = sock.family == socket.AF_UNIX
         self._on_blocked = on_blocked
+        self._on_handed = on_handed
         self._lock = threading.Lock()
         self._out: deque[_Chunk] = deque()
         self._half_close = False
         self._broken = False
+        self._twin: Connection | None = None
+        self._handed: deque[Frame] = deque()
+        self._closed = False
         # One buffer for all reads: a fresh one of this size costs more than the system call.
         self._buffer = bytearray(_READ_BYTES)
         self._in = bytearray()
@@ -106,10 +124,14 @@ class Connection:
             raise ProtocolError(f"{len(fds)} file descriptors over a connection between servers")
         if len(fds) > MAX_FDS:
             raise ProtocolError(f"{len(fds)} file descriptors in one frame; it takes {MAX_FDS}")
-        data = header.pack(len(note), len(fds)) + note + payload
         with self._lock:
             if self._broken or self._half_close:
                 return
+            if self._twin is not None:
+                kept = tuple(os.dup(fd) for fd in fds) if fds else ()
+                self._twin._take_over(Frame(header, note, payload, kept))
+                return
+            data = header.pack(len(note), len(fds)) + note + payload
             sent = 0 if self._out else self._write(data, fds)
             if sent == len(data) or self._broken:
                 return
@@ -118,6 +140,21 @@ class Connection:
             first = len(self._out) == 1
         if first:
             self._on_blocked(self)
+
+    def hand_to(self, number: int) -> None:
+        """The other end is this process's connection of that number: frames need no socket.
+
+        To be called when the other end has read all that was sent before.
+        """
+        with self._lock:
+            self._twin = _connections.get(number)
+
+    def _take_over(self, frame: Frame) -> None:
+        self._handed.append(frame)
+        if self._closed:
+            self._drop_handed()
+        else:
+            self._on_handed(self)
 
     def flush(self) -> bool:
         """Write what is queued as far as it goes; True when nothing is left."""
@@ -201,6 +238,15 @@ class Connection:
         if at < size:
             self._in += memoryview(data)[at:]
 
+    def handed(self) -> Iterator[Frame]:
+        """The frames that the other end has handed over, if it is in this process."""
+        while self._handed:
+            yield self._handed.popleft()
+
+    def _drop_handed(self) -> None:
+        for frame in self.handed():
+            close_all(frame.fds)
+
     def _receive(self) -> bytes:
         while True:
             try:
@@ -239,8 +285,11 @@ class Connection:
         """Close the socket and every descriptor that nobody took. Silent when done before."""
         with self._lock:
             self._broken = True
+            self._twin = None
             self._drop_output()
             self.sock.close()
+        self._closed = True
+        self._drop_handed()
         close_all(self._in_fds)
         self._in_fds.clear()
 
@@ -251,4 +300,6 @@ def close_all(fds: Sequence[int] | deque[int]) -> None:
         os.close(fd)
 
 
+_connections: WeakValueDictionary[int, Connection] = WeakValueDictionary()
+_numbers = itertools.count(1)
 _FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from stagelink.control.fields import decode, encode
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
 from stagelink.transport.header import VERSION
-from stagelink.transport.host import address_of
+from stagelink.transport.host import address_of, process_id
 
 if TYPE_CHECKING:
     from stagelink.control.connection import Connection, Frame
@@ -64,7 +64,15 @@ class Meeting:
         self._server = server
         self._interface = interface
         self._token = rendezvous.token()
-        self._hello = encode({"rank": plane.rank, "token": self._token, "greeting": greeting})
+        self._process = process_id()
+        self._hello = encode(
+            {
+                "rank": plane.rank,
+                "token": self._token,
+                "process": self._process,
+                "greeting": greeting,
+            }
+        )
         self._dialled: dict[Connection, int] = {}
         self._expected: frozenset[int] = frozenset()
         self.greetings: dict[int, dict[str, Any]] = {}
@@ -169,6 +177,8 @@ class Meeting:
         if expected is None:
             _tune(connection.sock)
             self._plane.greet(connection, self._hello)
+        if fields.get("process") == self._process:
+            connection.hand_to(frame.header.sequence)
         self._plane.introduce(connection, peer)
         self._judge(peer, fields["greeting"])
         with self._plane.lock:

@@ -118,7 +118,7 @@ class Plane:
 
         ``known`` is called with the connection before anything is read from it.
         """
-        connection = Connection(sock, self._on_blocked)
+        connection = Connection(sock, self._on_blocked, self._on_handed)
         with self.lock:
             self._strangers.add(connection)
         if known is not None:
@@ -129,7 +129,7 @@ class Plane:
     def greet(self, connection: Connection, hello: bytes) -> None:
         """Say HELLO; the other end then takes this rank for a peer, and is told if it fails."""
         with self.lock:
-            connection.send(Header(MessageKind.HELLO), hello)
+            connection.send(Header(MessageKind.HELLO, sequence=connection.number), hello)
             connection.greeted = True
             if self.failure is not None:
                 connection.send(Header(MessageKind.ABORT), encode(self.cause))
@@ -263,22 +263,33 @@ class Plane:
         with self.lock:
             self.poller.watch_writes(connection.sock, wanted=True)
 
+    def _on_handed(self, connection: Connection) -> None:
+        self.poller.call(partial(self._on_connection, connection, 0))
+
     def _on_connection(self, connection: Connection, mask: int) -> None:
-        if writable(mask) and connection.flush():
-            with self.lock:
-                # Not if more has been queued meanwhile: that was watched for before this.
-                if connection.flushed:
-                    self.poller.watch_writes(connection.sock, wanted=False)
-            self.changed()
-        if readable(mask):
-            try:
+        if writable(mask):
+            self._flush(connection)
+        try:
+            if readable(mask):
                 for frame in connection.read():
                     self._dispatch(connection, frame)
-            except ProtocolError as error:
-                self._bad_bytes(connection, error)
-                return
-            if connection.ended:
-                self._on_end(connection)
+            if connection.peer is not None:  # else its HELLO is still in the socket
+                for frame in connection.handed():
+                    self._dispatch(connection, frame)
+        except ProtocolError as error:
+            self._bad_bytes(connection, error)
+            return
+        if readable(mask) and connection.ended:
+            self._on_end(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        if not connection.flush():
+            return
+        with self.lock:
+            # Not if more has been queued meanwhile: that was watched for before this.
+            if connection.flushed:
+                self.poller.watch_writes(connection.sock, wanted=False)
+        self.changed()
 
     def _dispatch(self, connection: Connection, frame: Frame) -> None:
         if connection.peer is None or frame.header.kind is MessageKind.HELLO:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 
 __all__ = ["Poller", "readable", "writable"]
+
+_SHORT_WAITS = 3
+"""So many waits in a row that were shorter than a spin, and the next one spins."""
 
 _Ready = Callable[[int], None]
 
@@ -27,6 +32,10 @@ class Poller:
         self._ready: dict[int, _Ready] = {}
         self._watcher = select.poll()
         self._watcher.register(self._epoll.fileno(), select.POLLIN)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._running = False
+        self._watching = False
+        self._short_waits = 0
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -49,25 +58,55 @@ class Poller:
             self._epoll.unregister(sock.fileno())
             del self._ready[sock.fileno()]
 
+    def call(self, ready: Callable[[], None]) -> None:
+        """Call ``ready()`` in the next `run`, or in the one that is waiting; from any thread."""
+        self._calls.append(ready)
+        if self._running or self._watching:
+            self.wake()
+
     def run(self, timeout_s: float) -> None:
-        """Call what is ready, after waiting up to ``timeout_s`` for something to be."""
-        for descriptor, mask in self._spin(timeout_s) or self._epoll.poll(timeout_s):
+        """Call what is ready, after waiting up to ``timeout_s`` for something to be.
+
+        Where calls are due, sockets wait for the next run: to ask for them costs as much again.
+        """
+        self._running = True  # what is called for from now on wakes us
+        try:
+            events = [] if self._calls else self._wait(timeout_s)
+        finally:
+            self._running = False
+        for descriptor, mask in events:
             ready = self._ready.get(descriptor)
             if ready is not None:  # else what came before it in this round has removed it
                 ready(mask)
+        for _ in range(len(self._calls)):  # those that they lead to wait for the next run
+            self._calls.popleft()()
 
-    def _spin(self, timeout_s: float) -> list[tuple[int, int]]:
-        if not (self.spin_s and timeout_s):
-            return []
-        until = time.monotonic() + min(self.spin_s, timeout_s)
-        events = self._epoll.poll(0)
-        while not events and time.monotonic() < until:
-            events = self._epoll.poll(0)
+    def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Wait for sockets; spin first where the last waits were so short that a spin meets it.
+
+        To be woken costs more than a small message. But where waits are long, a spin only takes
+        the core from those who are waited for.
+        """
+        began = time.monotonic()
+        if timeout_s and self._short_waits >= _SHORT_WAITS:
+            while time.monotonic() - began < self.spin_s:
+                events = self._epoll.poll(0)
+                if events or self._calls:
+                    return events
+                os.sched_yield()
+        events = self._epoll.poll(timeout_s)
+        short = time.monotonic() - began < self.spin_s
+        self._short_waits = self._short_waits + 1 if short else 0
         return events
 
     def watch(self) -> None:
         """Block until something is ready, and call nothing."""
-        self._watcher.poll()
+        self._watching = True
+        try:
+            if not self._calls:
+                self._watcher.poll()
+        finally:
+            self._watching = False
 
     def wake(self) -> None:
         """Make a blocked `run` or `watch` return; from any thread, also when nobody is in one."""

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["Turns"]
 
 _GRACE_S = 0.001
+"""How long after the last call the stand-by comes in; longer, up to the second, where calls keep
+coming: its waking up takes time from those who call."""
+
+_LONGEST_GRACE_S = 0.004
 _LOOK_S = 1.0
 _LONG_S = 2.0
 _POKE_AGAIN_S = 0.1
@@ -92,7 +96,7 @@ class Turns:
         with self.lock:
             if self._waiting:
                 self._changed.notify_all()
-            if self._caller_reads:
+            if self._caller_reads and self._reader != threading.get_ident():
                 self._poke()
 
     def wait(
@@ -142,7 +146,7 @@ class Turns:
         """Whether this thread has the role, and is dispatching what it read."""
         return self._turn_taken and self._reader == threading.get_ident()
 
-    def _turn(self, step: float) -> None:
+    def _turn(self, step: float, waiting_here: int = 1) -> None:
         self._turn_taken = True
         self._reader = threading.get_ident()
         self.lock.release()
@@ -151,19 +155,24 @@ class Turns:
         finally:
             self.lock.acquire()
             self._turn_taken = self._caller_reads = False
-            if self._waiting:
+            if self._waiting > waiting_here:
                 self._changed.notify_all()
 
     def _stand_by(self) -> None:
+        grace_s = _GRACE_S
         with self.lock:
             while not self._stopped:
-                nap = self._last_call + _GRACE_S - time.monotonic()
-                if self._waiting:
+                nap = self._last_call + grace_s - time.monotonic()
+                if nap > 0:
+                    seen = self._last_call
+                    self._idle.wait(nap)
+                    called = self._last_call > seen
+                    grace_s = min(2 * grace_s, _LONGEST_GRACE_S) if called else _GRACE_S
+                elif self._waiting:
+                    # Only in a long wait: to be woken costs the caller as much as a message.
                     self._parked = True
                     self._idle.wait()
                     self._parked = False
-                elif nap > 0:
-                    self._idle.wait(nap)
                 else:
                     self._watch_and_read()
 
@@ -174,4 +183,4 @@ class Turns:
         finally:
             self.lock.acquire()
         if not (self._waiting or self._turn_taken or self._stopped):
-            self._turn(0.0)
+            self._turn(0.0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import TYPE_CHECKING
 
 from stagelink.errors import UsageError
@@ -42,6 +43,10 @@ class Routes:
         self._outputs = _by_name(plan.outputs(self._stage.index))
         self._inputs = _by_name(plan.inputs(self._stage.index))
         self._microbatches = microbatches
+        # Ways repeat with this period. Found afresh, they would be a tenth of a small message.
+        self._period = lcm(*(stage.replicas for stage in plan.stages))
+        self._ways_out: dict[tuple[str, int], list[WayOut]] = {}
+        self._ways_in: dict[tuple[str, int], WayIn] = {}
         self.mine = microbatches_of(self._stage, plan.replica_of(rank), microbatches)
 
     def outgoing(self, name: str, microbatch: int) -> list[WayOut]:
@@ -50,17 +55,26 @@ class Routes:
         Raises:
             UsageError: it produces no such tensor, or the microbatch is not this replica's.
         """
-        edges = self._edges(self._outputs, name, "produces")
-        self._check_mine(microbatch)
-        ways = self._mail.out.ways
-        return [ways[e.index, Direction.FORWARD, self._consumer(e, microbatch)] for e in edges]
+        place = name, self._turn(microbatch)
+        ways = self._ways_out.get(place)
+        if ways is None:
+            known = self._mail.out.ways
+            self._ways_out[place] = ways = [
+                known[edge.index, Direction.FORWARD, self._rank_of(edge.target, microbatch)]
+                for edge in self._edges(self._outputs, name, "produces")
+            ]
+        return ways
 
     def incoming(self, name: str, microbatch: int) -> WayIn:
         """The way from the producer of a tensor that this stage consumes; raises as `outgoing`."""
-        edge = self._edges(self._inputs, name, "consumes")[0]
-        self._check_mine(microbatch)
-        producer = rank_for(self._plan.stages[edge.source], microbatch)
-        return self._mail.into.ways[edge.index, Direction.FORWARD, producer]
+        place = name, self._turn(microbatch)
+        way = self._ways_in.get(place)
+        if way is None:
+            edge = self._edges(self._inputs, name, "consumes")[0]
+            producer = self._rank_of(edge.source, microbatch)
+            way = self._mail.into.ways[edge.index, Direction.FORWARD, producer]
+            self._ways_in[place] = way
+        return way
 
     def gradients(self, name: str, microbatch: int) -> list[WayIn]:
         """The ways by which gradients of a tensor come back, if any do; raises as `outgoing`."""
@@ -71,9 +85,15 @@ class Routes:
             if way.edge.tensor.grad
         ]
 
-    def _check_mine(self, microbatch: int) -> None:
+    def _turn(self, microbatch: int) -> int:
+        """The microbatch's place in the period, where it is one of `mine`."""
+        if not isinstance(microbatch, int):
+            raise UsageError(
+                f"rank {self._rank}: a microbatch is an int, not {type(microbatch).__name__!r} "
+                f"({microbatch!r:.80})"
+            )
         if microbatch in self.mine:
-            return
+            return microbatch % self._period
         holder = (
             "nobody's"
             if not 0 <= microbatch < self._microbatches
@@ -95,8 +115,8 @@ class Routes:
             f"it {does} {', '.join(map(repr, edges)) or 'none'}{hint}"
         )
 
-    def _consumer(self, edge: Edge, microbatch: int) -> int:
-        return rank_for(self._plan.stages[edge.target], microbatch)
+    def _rank_of(self, stage: int, microbatch: int) -> int:
+        return rank_for(self._plan.stages[stage], microbatch)
 
 
 def _by_name(edges: Sequence[Edge]) -> dict[str, list[Edge]]:

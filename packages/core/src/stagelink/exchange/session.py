@@ -258,18 +258,18 @@ class Session:
     ) -> SendHandle:
         ways = self._outgoing(name, microbatch)
         edge = ways[0].edge
-        keys = [Key(self.number, w.edge.index, Direction.FORWARD, microbatch) for w in ways]
+        key = Key(self.number, edge.index, Direction.FORWARD, microbatch)
         check = partial(check_contract, edge) if edge.tensor.has_contract else None
-        job = self._job(ways, keys[0], tensor, check)
-        payload = job.payload
-        jobs: list[SendJob] = []
-        for way, key in zip(ways, keys, strict=True):
-            # Every consumer's message is the same but for its edge.
-            own = SendJob(job.header._replace(edge=key.edge), payload) if jobs else job
-            answered = self._mail.out.send(way, key, own, copy=copy, deadline=deadline)
-            self._had_message = self._had_message or answered
-            self._sent[key.edge, microbatch] = job.header.requires_grad
-            jobs.append(own)
+        job = self._job(ways, key, tensor, check)
+        header, payload = job.header, job.payload
+        jobs = [job]
+        for way in ways[1:]:  # every consumer's message is the same but for its edge
+            jobs.append(SendJob(header._replace(edge=way.edge.index), payload))
+        for way, own in zip(ways, jobs, strict=True):
+            key = key if own is job else key._replace(edge=way.edge.index)
+            if self._mail.out.send(way, key, own, copy=copy, deadline=deadline):
+                self._had_message = True
+            self._sent[key.edge, microbatch] = header.requires_grad
         return SendHandle(jobs, self._wait_sent)
 
     def _job(

@@ -121,10 +121,10 @@ class Control:
             None: the address that this server's name resolves to.
         inline_bytes: CPU payloads up to this size travel in the header's message (0 to 65536;
             0: never).
-        spin_us: microseconds that a waiting caller polls before it blocks. It saves a change of
-            threads where cores are idle, and takes time from others where they are not.
+        spin_us: microseconds that a waiting caller polls before it blocks, where its last waits
+            were shorter than that; 0: never.
     """
 
     interface: str | None = None
     inline_bytes: int = 8192
-    spin_us: int = 0
+    spin_us: int = 100

@@ -31,13 +31,13 @@ def dtype_of(tensor: object) -> DType:
             f"({tensor!r:.80})"
         )
     dtype = _BY_TORCH.get(tensor.dtype)
-    if dtype is None or tensor.is_quantized:
+    if dtype is None:  # quantised ones have dtypes of their own
         raise MessageError(
             f"tensors of {tensor.dtype} cannot be sent; these can: {', '.join(DTYPE_BY_NAME)}"
         )
     if tensor.layout is not torch.strided:
         raise MessageError(f"a tensor of layout {tensor.layout} cannot be sent; use .to_dense()")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise MessageError("a tensor on device 'meta' has no data to send")
     if tensor.dim() > MAX_DIMS:
         raise MessageError(
@@ -53,19 +53,21 @@ def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     its autograd graph is changed.
     """
     plain = tensor.detach()
-    if plain.is_conj():
-        plain = plain.resolve_conj()
-    if plain.is_neg():
-        plain = plain.resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    if not _is_plain(tensor):
+        plain = plain.resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """A CPU tensor's elements in logical order as bytes; for small ones, in one step."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return string_at(tensor.data_ptr(), tensor.nbytes)
-    flat = to_bytes(tensor)
-    return string_at(flat.data_ptr(), flat.numel())
+    if not _is_plain(tensor):
+        tensor = to_bytes(tensor)
+    return string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory is its elements in logical order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def from_raw(payload: bytes, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
