@@ -46,6 +46,7 @@ class Routes:
         # Ways repeat with this period. Found afresh, they would be a tenth of a small message.
         self._period = lcm(*(stage.replicas for stage in plan.stages))
         self._ways_out: dict[tuple[str, int], list[WayOut]] = {}
+        self._ways_back: dict[tuple[str, int], list[WayIn]] = {}
         self._ways_in: dict[tuple[str, int], WayIn] = {}
         self.mine = microbatches_of(self._stage, plan.replica_of(rank), microbatches)
 
@@ -78,12 +79,16 @@ class Routes:
 
     def gradients(self, name: str, microbatch: int) -> list[WayIn]:
         """The ways by which gradients of a tensor come back, if any do; raises as `outgoing`."""
-        ways = self._mail.into.ways
-        return [
-            ways[way.edge.index, Direction.BACKWARD, way.peer]
-            for way in self.outgoing(name, microbatch)
-            if way.edge.tensor.grad
-        ]
+        place = name, self._turn(microbatch)
+        ways = self._ways_back.get(place)
+        if ways is None:
+            known = self._mail.into.ways
+            self._ways_back[place] = ways = [
+                known[way.edge.index, Direction.BACKWARD, way.peer]
+                for way in self.outgoing(name, microbatch)
+                if way.edge.tensor.grad
+            ]
+        return ways
 
     def _turn(self, microbatch: int) -> int:
         """The microbatch's place in the period, where it is one of `mine`."""

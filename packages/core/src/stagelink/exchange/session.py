@@ -303,10 +303,11 @@ class Session:
     ) -> torch.Tensor | None:
         deadline = self._deadline(deadline_s)
         awaited = [(way, key) for way, key in keys if self._sent[key.edge, key.microbatch]]
-        for way, key in awaited:
-            self._check_not_taken(way, key)
-            # All are here before one is taken: what is taken cannot be asked for again.
-            self._mail.into.wait_whole(way, key, deadline)
+        if len(awaited) > 1:
+            for way, key in awaited:
+                self._check_not_taken(way, key)
+                # All are here before one is taken: what is taken cannot be asked for again.
+                self._mail.into.wait_whole(way, key, deadline)
         total: torch.Tensor | None = None
         for way, key in awaited:
             gradient = unseal(self._receive(way, key, deadline))
