@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from stagelink.testing import LeakCheck, RankPool, start_rank_server
+from tests.support.pipelines import INLINE, WIRES, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -24,6 +25,12 @@ def rank_pool() -> Iterator[RankPool]:
     """Rank processes that stay warm from test to test: ``rank_pool.run(function, world_size)``."""
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture(params=WIRES + INLINE, ids=str)
+def any_ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Ranks:
+    """Ranks on every wire that the machine has; on some, small messages travel with the header."""
+    return Ranks(request.param, rank_pool)
 
 
 @pytest.fixture(scope="session", autouse=True)

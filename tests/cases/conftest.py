@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.pipelines import INLINE, WIRES, Ranks
+from tests.support.pipelines import WIRES, Ranks
 
 if TYPE_CHECKING:
     from stagelink.testing import RankPool
@@ -15,10 +15,4 @@ if TYPE_CHECKING:
 @pytest.fixture(params=WIRES, ids=str)
 def ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Ranks:
     """Ranks whose messages go by the transport, however small."""
-    return Ranks(request.param, rank_pool)
-
-
-@pytest.fixture(params=WIRES + INLINE, ids=str)
-def any_ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Ranks:
-    """The same, and those whose small messages travel with their headers."""
     return Ranks(request.param, rank_pool)

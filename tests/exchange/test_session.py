@@ -685,7 +685,7 @@ def _forwards(comm: stagelink.Handler, session: Session) -> None:
 
 def _wait_until_sent(session: Session, mb: int) -> None:
     until = time.monotonic() + 20
-    while not any(sent == mb for _, sent in session._sent) and time.monotonic() < until:
+    while not any(sent == mb for _, sent in session._returning) and time.monotonic() < until:
         time.sleep(0.001)
 
 

@@ -37,11 +37,12 @@ from stagelink.exchange.handles import RecvHandle, SendHandle
 from stagelink.exchange.session import Session
 from stagelink.plan import Plan
 from stagelink.runner import PipelineRunner
-from stagelink.schedule import Action, Kind, Verdict, verify
+from stagelink.schedule import UNTIL_END, Action, Kind, Verdict, verify
 
 __version__ = version("stagelink")
 
 __all__ = [
+    "UNTIL_END",
     "AbortedError",
     "Action",
     "ClosedError",

@@ -51,7 +51,7 @@ def _heading(plan: Plan) -> Text:
 def _stages(plan: Plan, verdict: Verdict) -> Table:
     table = new_table("Stages", "stage", "ranks", "device", "warm-up", "each receives at most")
     for stage, warm_up in zip(plan.stages, verdict.warm_up, strict=True):
-        ahead = str(warm_up) if plan.schedule == "1f1b" else "-"
+        ahead = str(warm_up) if plan.has_warm_up else "-"
         memory = _memory(stage, verdict)
         table.add_row(stage.name, ranges(sorted(stage.ranks)), stage.device, ahead, memory)
     if None in verdict.receive_bytes.values():

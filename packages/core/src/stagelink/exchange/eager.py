@@ -20,6 +20,8 @@ _CALLS = (
     "isend_grad",
     "recv_grad",
     "irecv_grad",
+    "has",
+    "end",
     "leave",
 )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Self
 
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
 from stagelink.exchange.eager import session_class
-from stagelink.schedule import Verdict, actions_for, require, verify
+from stagelink.schedule import UNTIL_END, Verdict, actions_of, require, verify
 from stagelink.transport.contract import Deadline, Link
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Handler:
 
         Args:
             microbatches: how many there are in the whole pipeline; may be left out on ranks that
-                are not of a first stage. 0 is a session without any.
+                are not of a first stage. 0 is a session without any; `stagelink.UNTIL_END` one
+                whose first stage says later, by `Session.end`.
             items: samples in the batch, told to the other ranks as `Session.items`.
             actions: a schedule of the caller's own, the actions of every rank; it is verified.
 
@@ -80,6 +82,10 @@ class Handler:
             raise UsageError(
                 f"rank {self.rank}: the plan's schedule is 'forward', so no gradient comes back; "
                 "use evaluate, or a schedule that trains"
+            )
+        if actions is not None and microbatches == UNTIL_END:
+            raise UsageError(
+                f"rank {self.rank}: lists of actions have an end: say how many microbatches"
             )
         return self._open("train", microbatches, items, actions)
 
@@ -102,15 +108,21 @@ class Handler:
         self._next_session += 1
         opening = self._engine.openings.open(number, mode, microbatches, items)
         # Forwards alone, each rank's in ascending order, cannot wait in a circle.
-        trains = mode == "train"
+        trains, until_end = mode == "train", opening.microbatches == UNTIL_END
         verdict = self._verified(opening.microbatches, actions) if trains else self._verdict
         windows = verdict.windows if trains else verdict.forward_windows
         self._engine.mail.enter(lambda edge: windows[edge.index])
-        own = actions_for(self.plan, self.rank, opening.microbatches, verdict.warm_up, mode)
-        mine = own if actions is None else actions.get(self.rank, ())
         place = (self.plan, self.rank)
-        self._session = session_class()(number, opening, place, self._engine.mail, mine)
-        return self._session
+        session = session_class()(number, opening, place, self._engine.mail)
+        own = takewhile(session.has, session.mine) if until_end else session.mine
+        warm_up = verdict.warm_up[self.stage.index]
+        by_schedule = actions_of(self.plan, self.stage, own, warm_up, mode)
+        if actions is not None:
+            session.actions = tuple(actions.get(self.rank, ()))
+        else:
+            session.actions = by_schedule if until_end else tuple(by_schedule)
+        self._session = session
+        return session
 
     def _check_opening(self, microbatches: object) -> None:
         if self._session is not None and self._session.open:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from stagelink.errors import (
 )
 from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.inbox import Inbox
+from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header, MessageKind
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from stagelink.exchange.outgoing import Outgoing
     from stagelink.exchange.presence import Presence
     from stagelink.exchange.ways import Observe, WayIn
-    from stagelink.transport.contract import Deadline
 
 __all__ = ["Incoming"]
 
@@ -176,6 +177,15 @@ class Incoming:
             ready = partial(self._settled, way, key, arrival)
             self._wait(way, key, ready, deadline, "the payload did not come")
         return arrival, arrived
+
+    def wait_announced(self, way: WayIn, key: Key, or_else: Callable[[], bool]) -> None:
+        """Wait until a message's header is here, or something else is true.
+
+        Raises:
+            PeerClosedError: it can no longer come, and nothing else is true.
+            StagelinkError: the handler failed or was closed.
+        """
+        self._plane.wait(lambda: or_else() or self._arrived(way, key), Deadline(math.inf))
 
     def _take(self, key: Key, arrival: Arrival) -> bool:
         with self._plane.lock:

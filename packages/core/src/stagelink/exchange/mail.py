@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from stagelink.exchange.endings import Endings
 from stagelink.exchange.incoming import Incoming
 from stagelink.exchange.outgoing import Outgoing
 from stagelink.exchange.presence import Presence
@@ -32,17 +33,26 @@ class Mail:
         plane: this rank's control plane.
         inline_bytes: payloads up to this size travel in the header's frame.
         observe: called with each event; None where nobody observes.
+        followers: the ranks that take something from this one.
 
     Attributes:
         out: what it sends.
         into: what it receives.
+        endings: which sessions that were opened until the end have ended.
     """
 
-    def __init__(self, plane: Plane, inline_bytes: int, observe: Observe | None) -> None:
+    def __init__(
+        self,
+        plane: Plane,
+        inline_bytes: int,
+        observe: Observe | None,
+        followers: Iterable[int],
+    ) -> None:
         self._plane = plane
         self._presence = Presence(plane)
         self.out = Outgoing(plane, self._presence, inline_bytes, observe)
         self.into = Incoming(plane, self._presence, self.out, observe)
+        self.endings = Endings(plane, followers)
 
     def enter(self, window_of: Callable[[Edge], int]) -> None:
         """A session begins, with windows of these sizes."""
@@ -63,6 +73,7 @@ class Mail:
             self.into.post_credit(peer, key)
         with self._plane.lock:
             self._presence.leave(session)
+            self.endings.leave(session)
             unread = self.into.inbox.take_session(session)
             self.out.forget_parked()
         self.into.drop(unread)

@@ -90,6 +90,22 @@ class Routes:
             ]
         return ways
 
+    def first_input(self, microbatch: int) -> WayIn | None:
+        """The way of the first message that a microbatch's forward waits for, if it waits for one.
+
+        Raises:
+            UsageError: as `outgoing`.
+        """
+        name = next(iter(self._inputs), None)
+        self._turn(microbatch)
+        return None if name is None else self.incoming(name, microbatch)
+
+    def end(self, microbatches: int) -> range:
+        """The session turns out to have so many microbatches; those of them that are `mine`."""
+        self._microbatches = microbatches
+        self.mine = range(self.mine.start, microbatches, self.mine.step)
+        return self.mine
+
     def _turn(self, microbatch: int) -> int:
         """The microbatch's place in the period, where it is one of `mine`."""
         if not isinstance(microbatch, int):

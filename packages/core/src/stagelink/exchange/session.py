@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -10,9 +11,10 @@ from stagelink.errors import MessageError, PeerClosedError, UsageError
 from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.envelope import Terms, check_contract, check_gradient, seal, unseal
 from stagelink.exchange.handles import RecvHandle, SendHandle
+from stagelink.exchange.marks import Marks
 from stagelink.exchange.out_link import SendJob
 from stagelink.exchange.routes import Routes
-from stagelink.schedule import rank_for
+from stagelink.schedule import UNTIL_END, rank_for
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header
 
@@ -39,9 +41,11 @@ class Session:
         number: the session's place in the handler's life, from 0.
         mode: ``"train"`` or ``"evaluate"``.
         microbatches: how many there are in the whole pipeline; their ids are 0 to that, globally.
+            `stagelink.UNTIL_END` in a session that was opened so, until it is known here.
         items: samples in the batch as the first stage gave it, or None.
         mine: ids of the microbatches that this replica handles, ascending.
-        actions: what this rank does, in the schedule's order.
+        actions: what this rank does, in the schedule's order; until the end, an iterator that asks
+            `has` before each forward.
         open: whether it has not been left.
     """
 
@@ -51,14 +55,13 @@ class Session:
         opening: Opening,
         place: tuple[Plan, int],
         mail: Mail,
-        actions: Sequence[Action],
     ) -> None:
         self._plan, self._rank = place
         self.number = number
         self.mode: Mode = opening.mode
         self.microbatches = opening.microbatches
         self.items = opening.items
-        self.actions = tuple(actions)
+        self.actions: Iterable[Action] = ()
         self._routes = Routes(self._plan, self._rank, mail, self.microbatches)
         self.mine = self._routes.mine
         self._terms = Terms(self.mode == "train", mail.out.inline_bytes)
@@ -66,8 +69,10 @@ class Session:
         self._limits: Limits = self._plan.limits
         self.open = True
         self._had_message = False
-        self._sent: dict[tuple[int, int], bool] = {}
-        self._taken: set[Key] = set()
+        self._sent: defaultdict[int, Marks] = defaultdict(Marks)
+        self._highest = -1
+        self._returning: set[tuple[int, int]] = set()
+        self._taken: defaultdict[tuple[int, Direction], Marks] = defaultdict(Marks)
         self._owed: dict[tuple[int, int], Header] = {}
 
     def __enter__(self) -> Self:
@@ -95,6 +100,63 @@ class Session:
             owed.append((rank_for(source, microbatch), key))
         self._owed.clear()
         self._mail.leave(self.number, owed, why)
+
+    # -- the end of the data
+
+    def has(self, microbatch: int) -> bool:
+        """Whether the session has a microbatch; what `actions` asks in a session until the end.
+
+        Blocks there until the microbatch is announced or the end is known, however long that
+        takes; death, abort and goodbye end it. A rank that receives nothing knows the end only
+        from its own `end`.
+
+        Args:
+            microbatch: one of `mine`, should the session have it.
+        """
+        self._check_open()
+        if self.microbatches == UNTIL_END:
+            way = self._routes.first_input(microbatch)
+            if way is not None:
+                key = Key(self.number, way.edge.index, Direction.FORWARD, microbatch)
+                self._mail.into.wait_announced(way, key, self._ends)
+            self._learn_end()
+        return microbatch < self.microbatches
+
+    def end(self, microbatches: int) -> None:
+        """The data have run out: the session has so many microbatches in the whole pipeline.
+
+        For ranks that receive nothing, in a session until the end; returns at once.
+
+        Raises:
+            UsageError: the number does not cover what was sent, or the end is known already.
+            DisagreementError: another rank said another number.
+        """
+        self._check_open()
+        if self.microbatches != UNTIL_END:
+            raise UsageError(
+                f"rank {self._rank}: session {self.number} has {self.microbatches} microbatches "
+                "already; only one that was opened with UNTIL_END is ended so"
+            )
+        if self._plan.inputs(self._plan.stage_of(self._rank).index):
+            raise UsageError(
+                f"rank {self._rank}: only a stage that receives nothing knows where the data end"
+            )
+        if microbatches <= self._highest:
+            raise UsageError(
+                f"rank {self._rank}: microbatches must be a whole number above those that were "
+                f"sent, from {self._highest + 1}, not {microbatches!r}"
+            )
+        self._mail.endings.tell(self.number, microbatches)
+        self._learn_end()
+
+    def _ends(self) -> bool:
+        return self._mail.endings.known(self.number) is not None
+
+    def _learn_end(self) -> None:
+        known = self._mail.endings.known(self.number)
+        if known is not None:
+            self.microbatches = known
+            self.mine = self._routes.end(known)
 
     # -- activations
 
@@ -238,7 +300,7 @@ class Session:
     def irecv_grad(self, name: str, microbatch: int) -> RecvHandle:
         """As `recv_grad`, with a handle to wait on."""
         keys = self._gradient_keys(name, microbatch)
-        awaited = [(way, key) for way, key in keys if self._sent[key.edge, microbatch]]
+        awaited = [(w, key) for w, key in keys if (key.edge, microbatch) in self._returning]
 
         def ready() -> bool:
             return all(self._mail.into.here(way, key) for way, key in awaited)
@@ -269,7 +331,10 @@ class Session:
             key = key if own is job else key._replace(edge=way.edge.index)
             if self._mail.out.send(way, key, own, copy=copy, deadline=deadline):
                 self._had_message = True
-            self._sent[key.edge, microbatch] = header.requires_grad
+            self._sent[key.edge].add(self.mine.index(microbatch))
+            self._highest = max(self._highest, microbatch)
+            if header.requires_grad:
+                self._returning.add((key.edge, microbatch))
         return SendHandle(jobs, self._wait_sent)
 
     def _job(
@@ -288,6 +353,7 @@ class Session:
             raise type(error)(text) from error
 
     def _recv_forward(self, way: WayIn, key: Key, deadline_s: float | None) -> torch.Tensor | None:
+        self._check_not_taken(way, key)
         arrival = self._receive(way, key, self._deadline(deadline_s))
         if arrival.header.requires_grad:
             self._owed[key.edge, key.microbatch] = arrival.header
@@ -302,10 +368,11 @@ class Session:
         self, keys: Sequence[tuple[WayIn, Key]], deadline_s: float | None
     ) -> torch.Tensor | None:
         deadline = self._deadline(deadline_s)
-        awaited = [(way, key) for way, key in keys if self._sent[key.edge, key.microbatch]]
+        for way, key in keys:
+            self._check_not_taken(way, key)
+        awaited = [(w, k) for w, k in keys if (k.edge, k.microbatch) in self._returning]
         if len(awaited) > 1:
             for way, key in awaited:
-                self._check_not_taken(way, key)
                 # All are here before one is taken: what is taken cannot be asked for again.
                 self._mail.into.wait_whole(way, key, deadline)
         total: torch.Tensor | None = None
@@ -313,20 +380,23 @@ class Session:
             gradient = unseal(self._receive(way, key, deadline))
             forward = self._mail.out.ways[key.edge, Direction.FORWARD, way.peer]
             self._mail.out.release(forward, self.number, key.microbatch)
+            self._returning.remove((key.edge, key.microbatch))
             if gradient is not None:
                 total = gradient if total is None else total.add_(gradient)
         return total
 
     def _receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:
-        self._check_not_taken(way, key)
         arrival = self._mail.into.receive(way, key, deadline)
         self._had_message = True
-        self._taken.add(key)
+        self._taken[key.edge, key.direction].add(self.mine.index(key.microbatch))
         return arrival
+
+    def _has_taken(self, key: Key) -> bool:
+        return self.mine.index(key.microbatch) in self._taken[key.edge, key.direction]
 
     def _check_not_taken(self, way: WayIn, key: Key) -> None:
         self._check_open()
-        if key in self._taken:
+        if self._has_taken(key):
             raise UsageError(
                 f"rank {self._rank}: {key} of edge {way.edge.name!r} was received before"
             )
@@ -355,7 +425,8 @@ class Session:
         self._check_open()
         ways = self._routes.outgoing(name, microbatch)
         # Where one of several consumers left no place, a second try is for that one only.
-        unsent = [way for way in ways if (way.edge.index, microbatch) not in self._sent]
+        place = self.mine.index(microbatch)
+        unsent = [way for way in ways if place not in self._sent[way.edge.index]]
         if not unsent:
             raise UsageError(
                 f"rank {self._rank}: {name!r} of microbatch {microbatch} was sent before"
@@ -370,7 +441,8 @@ class Session:
     def _gradient_keys(self, name: str, microbatch: int) -> list[tuple[WayIn, Key]]:
         self._check_open()
         ways = self._routes.outgoing(name, microbatch)
-        if any((way.edge.index, microbatch) not in self._sent for way in ways):
+        place = self.mine.index(microbatch)
+        if any(place not in self._sent[way.edge.index] for way in ways):
             raise UsageError(
                 f"rank {self._rank}: {name!r} of microbatch {microbatch} was not sent in this "
                 "session, so no gradient comes back for it"
@@ -381,7 +453,7 @@ class Session:
         ]
 
     def _check_nothing_owed(self, name: str, key: Key, gradient: torch.Tensor | None) -> None:
-        if key not in self._taken:
+        if not self._has_taken(key):
             raise UsageError(
                 f"rank {self._rank}: {name!r} of microbatch {key.microbatch} was not received in "
                 "this session, so it has no gradient to send"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from stagelink.transport.contract import Deadline, Transport
     from stagelink.transport.offers import End, Survey
 
-__all__ = ["Wiring", "neighbours", "routes_of"]
+__all__ = ["Wiring", "followers_of", "neighbours", "routes_of"]
 
 
 def neighbours(plan: Plan) -> dict[int, tuple[int, ...]]:
@@ -56,6 +56,13 @@ def neighbours(plan: Plan) -> dict[int, tuple[int, ...]]:
         found[one].add(other)
         found[other].add(one)
     return {rank: tuple(sorted(found[rank])) for rank in range(plan.world_size)}
+
+
+def followers_of(plan: Plan, rank: int) -> frozenset[int]:
+    """The ranks that take something from a rank."""
+    outputs = plan.outputs(plan.stage_of(rank).index)
+    found = (pair for edge in outputs for pair in pairs(plan, edge))
+    return frozenset(target for source, target in found if source == rank)
 
 
 def _connected_pairs(plan: Plan) -> Iterable[tuple[int, int]]:

@@ -5,7 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Control", "Edge", "Limits", "Stage", "Tensor"]
+__all__ = [
+    "ASYNCHRONOUS",
+    "SCHEDULES",
+    "WITH_WARM_UP",
+    "Control",
+    "Edge",
+    "Limits",
+    "Stage",
+    "Tensor",
+]
+
+ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw"})
+"""Schedules that change weights while microbatches are under way."""
+
+WITH_WARM_UP = ASYNCHRONOUS | {"1f1b"}
+"""Schedules in which forwards and backwards take turns after a warm-up of forwards."""
+
+SCHEDULES = ("1f1b", "gpipe", "pipedream", "pipedream_2bw", "forward")
+"""Every schedule, by its word in a plan's file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from stagelink.errors import PlanError
 from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
 from stagelink.plan.facts import digest_of, facts_of
 from stagelink.plan.launch import launch_problems
-from stagelink.plan.model import Control, Edge, Limits, Stage, Tensor
+from stagelink.plan.model import ASYNCHRONOUS, WITH_WARM_UP, Control, Edge, Limits, Stage, Tensor
 from stagelink.plan.problems import shown, unknown
 from stagelink.plan.reading import read_document
 from stagelink.plan.toml import parse_toml, read_text
@@ -33,7 +33,7 @@ class Plan:
 
     Attributes:
         name: the pipeline's name, for people.
-        schedule: ``"1f1b"``, ``"gpipe"`` or ``"forward"``.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"pipedream"``, ``"pipedream_2bw"`` or ``"forward"``.
         microbatches: per batch, in the whole pipeline; a session may choose another number.
         stages: in pipeline order; ``stages[i].index == i``.
         tensors: sorted by name.
@@ -117,6 +117,16 @@ class Plan:
     def facts(self) -> dict[str, str]:
         """What all ranks must agree on, as texts; `differences` compares two of these."""
         return facts_of(self)
+
+    @property
+    def has_warm_up(self) -> bool:
+        """Whether forwards and backwards take turns after a warm-up of forwards."""
+        return self.schedule in WITH_WARM_UP
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether weights change while microbatches are under way."""
+        return self.schedule in ASYNCHRONOUS
 
     def stage_of(self, rank: int) -> Stage:
         """The stage that a rank holds.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stagelink.plan.model import WITH_WARM_UP
 from stagelink.plan.problems import Problem, ranges, repeats
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def warm_ups(document: Document) -> Iterator[Problem]:
     """Warm-up set by hand where the schedule has none."""
     schedule = document.pipeline.schedule
     for index, table in enumerate(document.stages):
-        if table.warm_up is not None and schedule != "1f1b":
+        if table.warm_up is not None and schedule not in WITH_WARM_UP:
             text = f"{table.warm_up}: the schedule {schedule!r} has no warm-up to set; remove it"
             yield Problem(("stages", index, "warm_up"), text)
 

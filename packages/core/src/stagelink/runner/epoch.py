@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import chain, repeat
 from operator import length_hint
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from stagelink.runner.names import Names
     from stagelink.runner.summary import Clock
 
-__all__ = ["Epoch"]
+__all__ = ["Bar", "Epoch", "cut_all", "failing"]
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
+class Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
+    """A progress bar."""
+
     # Nothing that outlives it: by default a thread looks after bars, and a lock that processes
     # share guards their output.
     monitor_interval = 0
@@ -70,26 +72,18 @@ class Epoch:
         Raises:
             UsageError: the batches are missing, or one is not what it should be.
         """
-        feed = self._cut(batches) if self._names.first else repeat(None)
+        feed: Iterable[Batch | None] = repeat(None)
+        if self._names.first:
+            feed = chain(cut_all(self._comm, self._names, batches), [END])
         total = length_hint(() if batches is None else batches) or None
-        with _Bar(desc=title, total=total, unit="batch", disable=title is None) as bar:
+        with Bar(desc=title, total=total, unit="batch", disable=title is None) as bar:
             for batch in feed:
-                with self._open(open_session, batch) as session, self._failing():
+                with self._open(open_session, batch) as session, failing(self._comm):
                     if session.microbatches == 0:
                         return
                     self._count(session)
                     work(session, batch)
                 bar.update()
-
-    def _cut(self, batches: Iterable[object] | None) -> Iterator[Batch]:
-        if batches is None:
-            raise UsageError(
-                f"rank {self._comm.rank}: stage {self._comm.stage.name!r} receives nothing, so it "
-                "needs batches"
-            )
-        for batch in batches:
-            yield cut(self._names.of_batch(check_mapping(batch)), self._comm.plan.microbatches)
-        yield END
 
     def _open(self, open_session: Callable[..., Session], batch: Batch | None) -> Session:
         with self._clock.waiting:
@@ -107,11 +101,29 @@ class Epoch:
         self.batches += 1
         self.microbatches = session.microbatches
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        # Before the session is left, or the others would hear of that and not of the cause.
-        try:
-            yield
-        except BaseException as error:
-            self._comm.abort(error)
-            raise
+
+def cut_all(comm: Handler, names: Names, batches: Iterable[object] | None) -> Iterator[Batch]:
+    """The batches of a first stage, each cut into the plan's number of microbatches.
+
+    Raises:
+        UsageError: there are none, or one is not what it should be.
+    """
+    if batches is None:
+        raise UsageError(
+            f"rank {comm.rank}: stage {comm.stage.name!r} receives nothing, so it needs batches"
+        )
+    for batch in batches:
+        yield cut(names.of_batch(check_mapping(batch)), comm.plan.microbatches)
+
+
+@contextmanager
+def failing(comm: Handler) -> Iterator[None]:
+    """Fail every rank with an error that leaves the block.
+
+    Inside the session: after it is left, the others would hear of that and not of the cause.
+    """
+    try:
+        yield
+    except BaseException as error:
+        comm.abort(error)
+        raise

@@ -15,7 +15,8 @@ class GradientBuffer:
     """The gradients of parameters of one dtype, flat, on the CPU, to be added over replicas.
 
     Behind the gradients there is a mark for each parameter that has one. In the sum it tells a
-    gradient that nobody had from one that some had, which counts as zero for the others.
+    gradient that nobody had from one that some had, which counts as zero for the others. A last
+    mark says that this replica takes part in a mean.
 
     Args:
         parameters: whose gradients; in the same order on every replica.
@@ -29,19 +30,23 @@ class GradientBuffer:
     def __init__(self, parameters: Sequence[torch.Tensor], multiple: int) -> None:
         self._parameters = parameters
         sizes = [parameter.numel() for parameter in parameters]
-        used = sum(sizes) + len(parameters)
+        used = sum(sizes) + len(parameters) + 1
         padding = -used % multiple
         self.values = torch.zeros(used + padding, dtype=parameters[0].dtype)
         self.scratch = torch.empty_like(self.values)
-        parts = torch.split(self.values, [*sizes, len(parameters), padding])
-        *self._gradients, self._marks, _ = parts
+        parts = torch.split(self.values, [*sizes, len(parameters), 1, padding])
+        *self._gradients, self._marks, self._takes_part, _ = parts
 
-    def fill(self) -> None:
+    def fill(self, *, takes_part: bool = True) -> None:
         """Take the parameters' gradients in.
+
+        Args:
+            takes_part: whether this replica counts where `hand_out` makes a mean.
 
         Raises:
             UsageError: one is sparse.
         """
+        self._takes_part.fill_(takes_part)
         for place, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             self._marks[place] = gradient is not None
@@ -50,8 +55,15 @@ class GradientBuffer:
             else:
                 self._gradients[place].copy_(_dense(gradient).reshape(-1))
 
-    def hand_out(self) -> None:
-        """Give the values back as the parameters' gradients; what nobody has stays None."""
+    def hand_out(self, *, mean: bool = False) -> None:
+        """Give the values back as the parameters' gradients; what nobody has stays None.
+
+        Args:
+            mean: over the replicas that took part, at least one.
+        """
+        if mean:
+            for gradient in self._gradients:
+                gradient.div_(self._takes_part)
         marks = self._marks.tolist()
         for parameter, values, mark in zip(self._parameters, self._gradients, marks, strict=True):
             if mark:

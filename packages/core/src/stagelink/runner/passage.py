@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagelink.runner import stage
 from stagelink.runner.batches import items_of
@@ -12,10 +13,10 @@ if TYPE_CHECKING:
     import torch
 
     from stagelink.exchange.session import Session
-    from stagelink.runner.batches import Batch
     from stagelink.runner.names import Names, Tensors
     from stagelink.runner.scores import Scores
     from stagelink.runner.summary import Clock
+    from stagelink.schedule import Action
 
 __all__ = ["Passage", "Station"]
 
@@ -49,24 +50,30 @@ class Passage:
     Args:
         session: the session.
         station: the stage's module and what belongs to it.
-        batch: on a first stage, the session's batch.
+        part: on a first stage, what gives a microbatch's part of the data.
     """
 
-    def __init__(self, session: Session, station: Station, batch: Batch | None) -> None:
+    def __init__(
+        self, session: Session, station: Station, part: Callable[[int], Tensors] | None
+    ) -> None:
         self._session = session
         self._station = station
         self._names = station.names
         self._clock = station.clock
-        self._batch = batch
+        self._part = part
         self._kept: dict[int, _Kept] = {}
 
     def run(self) -> None:
         """Carry out the session's actions; gradients are added to the parameters' ``grad``."""
         for action in self._session.actions:
-            if action.kind is Kind.FORWARD:
-                self._forward(action.microbatch)
-            else:
-                self._backward(action.microbatch)
+            self.do(action)
+
+    def do(self, action: Action) -> None:
+        """Carry out one of the session's actions, in their order."""
+        if action.kind is Kind.FORWARD:
+            self._forward(action.microbatch)
+        else:
+            self._backward(action.microbatch)
 
     def _forward(self, microbatch: int) -> None:
         tensors = self._take(microbatch)
@@ -74,25 +81,32 @@ class Passage:
         owing = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
         with self._clock.computing:
             outputs = stage.forward(
-                self._station.module,
+                self._module(microbatch),
                 self._names,
                 tensors,
                 self._station.scores,
-                self._items(microbatch),
+                self._items(microbatch, tensors),
             )
         if self._session.mode == "train":
-            self._kept[microbatch] = _Kept(owing if self._batch is None else {}, outputs)
+            self._kept[microbatch] = _Kept(owing if self._part is None else {}, outputs)
         for name in self._names.produces:
             with self._clock.sending:
                 self._session.send(name, outputs[name], microbatch)
 
     def _take(self, microbatch: int) -> Tensors:
-        if self._batch is not None:
-            return self._batch.part(microbatch)
+        if self._part is not None:
+            return self._part(microbatch)
         with self._clock.waiting:
             return {name: self._session.recv(name, microbatch) for name in self._names.receives}
 
-    def _items(self, microbatch: int) -> tuple[int, int]:
+    def _module(self, microbatch: int) -> Callable[..., Any]:
+        """What the microbatch's forward calls."""
+        del microbatch
+        return self._station.module
+
+    def _items(self, microbatch: int, tensors: Tensors) -> tuple[int, int]:
+        """Samples in the microbatch, and in the batch that its loss is a share of."""
+        del tensors
         of_items = self._session.items or 0
         return items_of(microbatch, of_items, self._session.microbatches), of_items
 

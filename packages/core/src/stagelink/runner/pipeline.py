@@ -11,6 +11,7 @@ import torch
 
 from stagelink.errors import UsageError
 from stagelink.runner.epoch import Epoch
+from stagelink.runner.flow import Flow
 from stagelink.runner.names import Names
 from stagelink.runner.passage import Passage, Station
 from stagelink.runner.scores import Loss, Metric, Reduction, Scores, means
@@ -116,22 +117,36 @@ class PipelineRunner:
             with clock.waiting:
                 self._sync.begin()
         station = Station(self._module, self._names, self._scores({}), clock)
-        epoch = Epoch(self._comm, self._names, clock)
-        epoch.run(self._comm.train, batches, partial(self._step, station), self._title("train"))
-        if self._sync is not None and epoch.batches:
+        if self._comm.plan.asynchronous:
+            passed: Flow | Epoch = self._flow(batches, station)
+        else:
+            passed = Epoch(self._comm, self._names, clock)
+            work = partial(self._step, station)
+            passed.run(self._comm.train, batches, work, self._title("train"))
+        if self._sync is not None and passed.microbatches:
             with clock.waiting:
-                self._sync.copy_buffers((epoch.microbatches - 1) % self._comm.stage.replicas)
-        return self._summary(epoch, station)
+                self._sync.copy_buffers((passed.microbatches - 1) % self._comm.stage.replicas)
+        return self._summary(passed, station)
+
+    def _flow(
+        self, batches: Iterable[Mapping[str, torch.Tensor]] | None, station: Station
+    ) -> Flow:
+        flow = Flow(self._comm, station, self._update, self._sync)
+        flow.run(batches, self._title("train"))
+        # Only the first stage has seen them.
+        counts = self._comm.reduce([flow.batches, flow.items], "max")
+        flow.batches, flow.items = map(int, counts)
+        return flow
 
     def _step(self, station: Station, session: Session, batch: Batch | None) -> None:
         self._update.clear()
-        Passage(session, station, batch).run()
+        _pass(station, session, batch)
         if self._sync is not None and self._optimizer is not None:
             with station.clock.waiting:
                 self._sync.add_gradients()
         self._update.take(station.clock)
 
-    def _summary(self, epoch: Epoch, station: Station) -> Summary:
+    def _summary(self, epoch: Epoch | Flow, station: Station) -> Summary:
         shares = shares_of_all(self._comm, station.clock.fractions())
         (seconds,) = self._comm.reduce([station.clock.seconds], "max")
         (loss,) = self._results(station.scores, epoch.items, 1)
@@ -225,6 +240,11 @@ class PipelineRunner:
             raise UsageError(f"reduction {self._reduction!r}: must be one of {known}")
         if self._clip_norm is not None and not self._clip_norm > 0:
             raise UsageError(f"clip_norm {self._clip_norm!r}: must be above 0, or None")
+        if self._clip_norm is not None and self._comm.plan.asynchronous:
+            raise UsageError(
+                f"clip_norm: with the schedule {self._comm.plan.schedule!r} the stages step at "
+                "different times, so there is no norm of all their gradients"
+            )
         if "loss" in self._metrics:
             raise UsageError("metric 'loss': the name is taken by the loss itself")
         if self._names.last:
@@ -253,7 +273,7 @@ class PipelineRunner:
 
 
 def _pass(station: Station, session: Session, batch: Batch | None) -> None:
-    Passage(session, station, batch).run()
+    Passage(session, station, None if batch is None else batch.part).run()
 
 
 @contextmanager

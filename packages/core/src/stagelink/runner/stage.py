@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +19,7 @@ _LOSS = "loss"
 
 
 def forward(
-    module: torch.nn.Module,
+    module: Callable[..., Any],
     names: Names,
     tensors: Tensors,
     scores: Scores | None,
@@ -27,7 +28,7 @@ def forward(
     """Run the module on one microbatch, on the last stage with the loss.
 
     Args:
-        module: the stage's.
+        module: the stage's, or what stands for it.
         names: what it takes and gives.
         tensors: what was received, or the microbatch's part of the batch.
         scores: what counts the loss on the last stage; None elsewhere.

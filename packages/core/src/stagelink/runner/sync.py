@@ -74,10 +74,24 @@ class ReplicaSync:
         Raises:
             UsageError: a gradient is sparse.
         """
+        self._combine(takes_part=True, mean=False)
+
+    def average_gradients(self, *, takes_part: bool) -> None:
+        """Replace every gradient by its mean over the replicas that take part, at least one.
+
+        Args:
+            takes_part: whether this one does; if not, it only gets the mean.
+
+        Raises:
+            UsageError: a gradient is sparse.
+        """
+        self._combine(takes_part=takes_part, mean=True)
+
+    def _combine(self, *, takes_part: bool, mean: bool) -> None:
         for gradients in self._gradients:
-            gradients.fill()
+            gradients.fill(takes_part=takes_part)
             self._replicas().sum(gradients.values, gradients.scratch)
-            gradients.hand_out()
+            gradients.hand_out(mean=mean)
 
     def copy_buffers(self, replica: int) -> None:
         """Replace the module's buffers (running statistics) by those of one replica."""

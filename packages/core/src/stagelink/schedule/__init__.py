@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from stagelink.schedule.actions import Action, Kind, Mode, actions_for
+from stagelink.schedule.actions import (
+    UNTIL_END,
+    Action,
+    Kind,
+    Mode,
+    actions_for,
+    actions_of,
+)
 from stagelink.schedule.memory import message_bytes
 from stagelink.schedule.routing import microbatches_of, pairs, peers, rank_for, replica_for
 from stagelink.schedule.verify import Verdict, require, verify
+from stagelink.schedule.versions import rounds_per_update, version_for
 from stagelink.schedule.walk import Walked, walk
 from stagelink.schedule.warmup import (
     choose_warm_up,
@@ -15,12 +23,14 @@ from stagelink.schedule.warmup import (
 )
 
 __all__ = [
+    "UNTIL_END",
     "Action",
     "Kind",
     "Mode",
     "Verdict",
     "Walked",
     "actions_for",
+    "actions_of",
     "choose_warm_up",
     "default_warm_up",
     "least_warm_up",
@@ -31,7 +41,9 @@ __all__ = [
     "rank_for",
     "replica_for",
     "require",
+    "rounds_per_update",
     "safe_warm_up",
     "verify",
+    "version_for",
     "walk",
 ]

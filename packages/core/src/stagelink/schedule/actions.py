@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from stagelink.schedule.routing import microbatches_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from stagelink.plan import Plan
+    from stagelink.plan import Plan, Stage
 
-__all__ = ["Action", "Kind", "Mode", "actions_for"]
+__all__ = ["UNTIL_END", "Action", "Kind", "Mode", "actions_for", "actions_of"]
+
+UNTIL_END = 2**63 - 1
+"""In place of a number of microbatches: as many as the data of the first stage make."""
 
 Mode: TypeAlias = Literal["train", "evaluate"]
 """What a session is for: training by the plan's schedule, or forwards alone."""
@@ -59,23 +64,39 @@ def actions_for(
         rank: whose actions.
         microbatches: how many the session has in the whole pipeline; may be fewer than warm-up,
             replicas or stages, and 0.
-        warm_up: per stage, as `stagelink.schedule.verify` chose it; only 1F1B looks at it.
+        warm_up: per stage, as `stagelink.schedule.verify` chose it; for schedules that have one.
         mode: evaluation is forwards alone, whatever the schedule.
     """
     stage = plan.stage_of(rank)
     mine = microbatches_of(stage, plan.replica_of(rank), microbatches)
+    return list(actions_of(plan, stage, mine, warm_up[stage.index], mode))
+
+
+def actions_of(
+    plan: Plan, stage: Stage, mine: Iterable[int], warm_up: int, mode: Mode = "train"
+) -> Iterator[Action]:
+    """The actions of one replica of a stage, one at a time.
+
+    Args:
+        plan: the plan.
+        stage: the stage.
+        mine: the replica's microbatches, ascending. The next one is asked for when its forward is
+            due, so they need not be known before.
+        warm_up: the stage's.
+        mode: as for `actions_for`.
+    """
     if mode == "evaluate" or plan.schedule == "forward":
-        return [Action(Kind.FORWARD, stage.index, microbatch) for microbatch in mine]
+        return (Action(Kind.FORWARD, stage.index, microbatch) for microbatch in mine)
     # GPipe is 1F1B whose warm-up is everything.
-    ahead = len(mine) if plan.schedule == "gpipe" else warm_up[stage.index]
-    return _one_forward_one_backward(stage.index, mine, min(ahead, len(mine)))
+    return _one_forward_one_backward(stage, mine, warm_up if plan.has_warm_up else math.inf)
 
 
-def _one_forward_one_backward(stage: int, mine: range, ahead: int) -> list[Action]:
-    actions = []
-    for step in range(len(mine) + ahead):
-        if step < len(mine):
-            actions.append(Action(Kind.FORWARD, stage, mine[step]))
-        if step >= ahead:
-            actions.append(Action(Kind.BACKWARD, stage, mine[step - ahead]))
-    return actions
+def _one_forward_one_backward(stage: Stage, mine: Iterable[int], ahead: float) -> Iterator[Action]:
+    under_way: deque[int] = deque()
+    for microbatch in mine:
+        yield Action(Kind.FORWARD, stage.index, microbatch)
+        under_way.append(microbatch)
+        if len(under_way) > ahead:
+            yield Action(Kind.BACKWARD, stage.index, under_way.popleft())
+    for microbatch in under_way:
+        yield Action(Kind.BACKWARD, stage.index, microbatch)

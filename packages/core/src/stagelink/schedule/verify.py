@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING
 
 from stagelink.errors import PlanError, VerificationError
 from stagelink.plan.problems import quoted
-from stagelink.schedule.actions import actions_for
+from stagelink.schedule.actions import UNTIL_END, actions_for
 from stagelink.schedule.checks import action_problems
 from stagelink.schedule.memory import receive_bytes
+from stagelink.schedule.versions import version_problems
 from stagelink.schedule.waits import circle, describe
 from stagelink.schedule.walk import walk
 from stagelink.schedule.warmup import choose_warm_up
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Verdict", "require", "verify"]
 
 _MOST_PROBLEMS = 20
+_LONG_WALK = 10_000
+"""Microbatches of a walk that stands for one without an end; replicas without a common factor
+would take more to repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,8 @@ class Verdict:
     Attributes:
         problem: why it cannot run, a line per problem; None where it can.
         microbatches: how many the training session has in the whole pipeline.
-        warm_up: per stage, the forwards ahead of its first backward; 0 where the schedule is not
-            1F1B.
+        warm_up: per stage, the forwards ahead of its first backward; 0 where the schedule has
+            none.
         windows: per edge, the messages that may be in flight between two ranks in training.
         forward_windows: the same in evaluation.
         receive_bytes: by rank, the most that it may hold of what was sent to it; None where the
@@ -67,9 +72,13 @@ def verify(
 
     What it proves it proves for these actions; a loop that departs from them may still hang.
 
+    A session until the end is walked as far as its order of actions takes to repeat: what comes
+    after that waits for nothing else.
+
     Args:
         plan: the plan.
-        microbatches: how many the session has in the whole pipeline, 0 included; None: the plan's.
+        microbatches: how many the session has in the whole pipeline, 0 included, or `UNTIL_END`;
+            None: the plan's.
         actions: lists of one's own by rank, instead of those of the plan's schedule.
 
     Returns:
@@ -79,17 +88,25 @@ def verify(
         PlanError: ``microbatches`` is no int of at least 0.
     """
     count = plan.microbatches if microbatches is None else _counted(microbatches)
-    warm_up = choose_warm_up(plan) if plan.schedule == "1f1b" else (0,) * len(plan.stages)
+    warm_up = choose_warm_up(plan) if plan.has_warm_up else (0,) * len(plan.stages)
+    if count == UNTIL_END:
+        if plan.schedule == "gpipe":
+            raise PlanError(
+                "microbatches: a session until the end has no last microbatch to turn at, which "
+                "the schedule 'gpipe' waits for; take '1f1b', or say how many"
+            )
+        count = _until_it_repeats(plan, warm_up)
     programs, problems = _programs(plan, count, warm_up, actions)
     by_need = actions is not None and plan.window is None
     given = None if by_need else training_windows(plan, count, warm_up)
     mode: Mode = "evaluate" if plan.schedule == "forward" else "train"
-    walked = walk(plan, programs, count, given, mode=mode)
+    walked = walk(plan, programs, count, given, mode=mode, synchronise=plan.asynchronous)
     # What a walk without windows had in flight is enough for every other order of the same lists.
     windows = at_least_two(walked.peaks) if given is None else given
     forward = windows if plan.schedule == "forward" else forward_windows(plan)
     held = receive_bytes(plan, count, windows, forward)
     problems += [*_hang(plan, walked, windows), *_overflow(plan, held)]
+    problems += version_problems(plan, warm_up)
     return Verdict(_joined(problems), count, warm_up, windows, forward, held, walked.rounds)
 
 
@@ -108,6 +125,13 @@ def _counted(microbatches: object) -> int:
     if type(microbatches) is not int or microbatches < 0:
         raise PlanError(f"microbatches: {microbatches!r}: must be an int of at least 0")
     return microbatches
+
+
+def _until_it_repeats(plan: Plan, warm_up: Sequence[int]) -> int:
+    """Microbatches that take every stage through its warm-up and twice through the routing."""
+    replicas = [stage.replicas for stage in plan.stages]
+    ahead = max((w + 1) * r for w, r in zip(warm_up, replicas, strict=True))
+    return min(ahead + 2 * lcm(*replicas), max(_LONG_WALK, 2 * ahead))
 
 
 def _programs(

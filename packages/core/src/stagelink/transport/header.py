@@ -67,6 +67,7 @@ class MessageKind(enum.IntEnum):
     ABORT = 12
     BYE = 13
     READY = 14
+    LAST = 15
 
 
 class Direction(enum.IntEnum):

@@ -1,0 +1,72 @@
+"""How many microbatches a session turns out to have that was opened until the end.
+
+The first stage's data run out there and nowhere else. Its ranks say so in a LAST message to the
+ranks that take from them, which pass it on: whoever waits for a microbatch that will not come then
+knows. A LAST may overtake messages on their way by a transport, so it is a number, not a mark.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stagelink.errors import DisagreementError
+from stagelink.transport.header import Header, MessageKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from stagelink.control.connection import Frame
+    from stagelink.control.plane import Plane
+
+__all__ = ["Endings"]
+
+
+class Endings:
+    """The endings that one rank knows.
+
+    Args:
+        plane: this rank's control plane.
+        followers: the ranks that take something from this one.
+    """
+
+    def __init__(self, plane: Plane, followers: Iterable[int]) -> None:
+        self._plane = plane
+        self._followers = frozenset(followers)
+        self._counts: dict[int, int] = {}
+        self._left = -1
+        plane.handle(MessageKind.LAST, self._on_last)
+
+    def tell(self, session: int, microbatches: int) -> None:
+        """The session has so many microbatches; from any thread, returns at once.
+
+        Raises:
+            DisagreementError: another rank of the first stage says another number.
+        """
+        with self._plane.lock:
+            known = self._counts.get(session)
+            if session <= self._left or known == microbatches:
+                return
+            self._counts[session] = microbatches
+        if known is not None:
+            raise DisagreementError(
+                f"session {session} ends after {known} microbatches on one rank of the first "
+                f"stage, after {microbatches} on another: their data differ"
+            )
+        for rank in self._followers:
+            self._plane.post(
+                rank, Header(MessageKind.LAST, session=session, microbatch=microbatches)
+            )
+        self._plane.changed()
+
+    def known(self, session: int) -> int | None:
+        """How many microbatches the session has; None where that is not known yet."""
+        return self._counts.get(session)
+
+    def leave(self, session: int) -> None:
+        """This rank leaves a session, and all before it; with the plane's lock held."""
+        self._left = max(session, self._left)
+        self._counts = {s: count for s, count in self._counts.items() if s > self._left}
+
+    def _on_last(self, peer: int, frame: Frame) -> None:
+        del peer
+        self.tell(frame.header.session, frame.header.microbatch)

@@ -1,0 +1,173 @@
+"""An epoch of an asynchronous schedule: one session, in which weights change all the while.
+
+Nothing is drained between batches. Each backward is followed by its round's update, or by one of a
+whole batch with two versions; which weights a microbatch meets is said in
+`stagelink.schedule.versions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import length_hint
+from typing import TYPE_CHECKING, Any
+
+from stagelink.errors import UsageError
+from stagelink.runner.epoch import Bar, cut_all, failing
+from stagelink.runner.feed import Feed
+from stagelink.runner.names import TARGET
+from stagelink.runner.passage import Passage
+from stagelink.runner.versions import Versions
+from stagelink.schedule import UNTIL_END, Kind, choose_warm_up, rounds_per_update, version_for
+
+if TYPE_CHECKING:
+    from stagelink.exchange.handler import Handler
+    from stagelink.exchange.session import Session
+    from stagelink.runner.names import Tensors
+    from stagelink.runner.passage import Station
+    from stagelink.runner.step import OptimizerStep
+    from stagelink.runner.sync import ReplicaSync
+
+__all__ = ["Flow"]
+
+
+class Flow:
+    """One epoch on this rank.
+
+    Args:
+        comm: the handler.
+        station: the stage's module and what belongs to it.
+        update: steps the module's parameters.
+        sync: makes the replicas' gradients one; None where there is one replica.
+
+    Attributes:
+        batches: how many; known on a first stage only, elsewhere 0.
+        items: their samples; the same.
+        microbatches: how many in the whole pipeline, known on every rank.
+    """
+
+    def __init__(
+        self, comm: Handler, station: Station, update: OptimizerStep, sync: ReplicaSync | None
+    ) -> None:
+        self._comm = comm
+        self._station = station
+        self._update = update
+        self._sync = sync
+        self.batches = 0
+        self.items = 0
+        self.microbatches = 0
+
+    def run(self, batches: Iterable[object] | None, title: str | None) -> None:
+        """Open the session and carry it out to the end of the batches.
+
+        Args:
+            batches: on a first stage.
+            title: of a progress bar on stderr; None: without one.
+
+        Raises:
+            UsageError: the batches are missing, or one is not what it should be.
+        """
+        first = self._station.names.first
+        with self._station.clock.waiting:
+            session = self._comm.train(UNTIL_END if first else None)
+        with Bar(desc=title, unit="microbatch", disable=title is None) as bar, session:
+            with failing(self._comm):
+                feed = self._feed(session, batches) if first else None
+                bar.total = self._total(batches)
+                passage = _FlowPassage(self._comm, session, self._station, feed)
+                self._carry_out(session, passage, bar)
+            self.microbatches = session.microbatches
+            if feed is not None:
+                self.batches, self.items = feed.batches, feed.items
+
+    def _feed(self, session: Session, batches: Iterable[object] | None) -> Feed:
+        cut = cut_all(self._comm, self._station.names, batches)
+        return Feed(map(self._whole, cut), session.mine)
+
+    def _whole(self, batch: Any) -> Any:
+        wanted = self._comm.plan.microbatches
+        if self._comm.plan.schedule == "pipedream_2bw" and batch.microbatches != wanted:
+            raise UsageError(
+                f"a batch of {batch.items} items: pipedream_2bw cuts every batch into "
+                f"{wanted} microbatches; leave smaller ones out (drop_last)"
+            )
+        return batch
+
+    def _total(self, batches: Iterable[object] | None) -> int | None:
+        count = length_hint(() if batches is None else batches)
+        return count * self._comm.plan.microbatches // self._comm.stage.replicas or None
+
+    def _carry_out(self, session: Session, passage: _FlowPassage, bar: Bar) -> None:
+        per_update = rounds_per_update(self._comm.plan, self._comm.stage)
+        rounds = 0
+        self._update.clear()
+        passage.look_ahead()
+        for action in session.actions:
+            passage.do(action)
+            if action.kind is Kind.BACKWARD:
+                rounds += 1
+                bar.update()
+                if rounds % per_update == 0:
+                    self._next_version(passage.versions, takes_part=True)
+        if rounds < -(-session.microbatches // self._comm.stage.replicas):
+            self._next_version(passage.versions, takes_part=False)  # the others have one more
+
+    def _next_version(self, versions: Versions, *, takes_part: bool) -> None:
+        versions.about_to_update()
+        if self._sync is not None:
+            with self._station.clock.waiting:
+                if self._comm.plan.schedule == "pipedream_2bw":
+                    self._sync.add_gradients()
+                else:
+                    self._sync.average_gradients(takes_part=takes_part)
+        self._update.take(self._station.clock)
+        self._update.clear()
+
+
+class _FlowPassage(Passage):
+    """Carries actions out with the weights that each microbatch meets."""
+
+    def __init__(
+        self, comm: Handler, session: Session, station: Station, feed: Feed | None
+    ) -> None:
+        super().__init__(session, station, None if feed is None else feed.take)
+        self._plan = comm.plan
+        self._stage = comm.stage
+        self._feed = feed
+        self._rounds = 0
+        self._warm_up = choose_warm_up(comm.plan)[comm.stage.index]
+        two = comm.plan.schedule == "pipedream_2bw"
+        direct = self._warm_up == 0 and not two
+        self.versions = Versions(station.module, direct=direct, two=two)
+
+    def look_ahead(self) -> None:
+        """On a first stage, see whether there is a next microbatch before the schedule asks."""
+        if self._feed is None or self._session.microbatches != UNTIL_END:
+            return
+        if not self._feed.reaches(self._session.mine[self._rounds]):
+            self._session.end(self._feed.microbatches)
+
+    def _forward(self, microbatch: int) -> None:
+        super()._forward(microbatch)
+        self._rounds += 1
+        self.look_ahead()
+
+    def _backward(self, microbatch: int) -> None:
+        super()._backward(microbatch)
+        self.versions.collect()
+
+    def _module(self, microbatch: int) -> Callable[..., Any]:
+        del microbatch
+        return self.versions.forward_on(
+            version_for(self._plan, self._stage, self._rounds, self._warm_up)
+        )
+
+    def _items(self, microbatch: int, tensors: Tensors) -> tuple[int, int]:
+        if self._station.scores is None:
+            return 0, 1
+        target = tensors[TARGET]
+        if target is None or target.dim() == 0:
+            raise UsageError(
+                f"the target of microbatch {microbatch} has no items along a first dimension"
+            )
+        parts = self._plan.microbatches if self._plan.schedule == "pipedream_2bw" else 1
+        return len(target), len(target) * parts

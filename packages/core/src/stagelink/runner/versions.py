@@ -1,0 +1,93 @@
+"""Weight stashing: the weights that microbatches under way still need, version by version.
+
+An optimizer changes weights in place, so a backward whose forward met older ones would compute
+with wrong values. Forwards therefore run on copies, one for each version (see
+`stagelink.schedule.version_for`), and gradients go from the copies to the module's own
+parameters, the masters, which the optimizer steps. Buffers are not versioned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.func import functional_call
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Versions"]
+
+
+class Versions:
+    """The versions of one stage's trained parameters in an epoch; the first is 0.
+
+    Backwards come in the order of forwards.
+
+    Args:
+        module: the stage's module.
+        direct: every forward is followed by its backward before the next update, and meets the
+            newest version: then no copies are needed.
+        two: forwards may meet the version before the newest, which is kept for them.
+
+    Attributes:
+        newest: the version that the module's parameters are now.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, direct: bool, two: bool) -> None:
+        self.newest = 0
+        self._module = module
+        self._direct = direct
+        self._behind = 1 if two else 0
+        self._masters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._copies: dict[int, dict[str, torch.Tensor]] = {}
+        self._under_way: deque[int] = deque()
+
+    @property
+    def kept(self) -> int:
+        """How many versions are held besides the masters."""
+        return len(self._copies)
+
+    def forward_on(self, version: int) -> Callable[..., Any]:
+        """The module with the weights of a version, for one microbatch's forward in training."""
+        if self._direct:
+            return self._module
+        self._under_way.append(version)
+        return partial(_call, self._module, self._copy(version))
+
+    def collect(self) -> None:
+        """The oldest microbatch's backward is done: add its gradients to the masters'."""
+        if self._direct:
+            return
+        for name, copy in self._copies[self._under_way.popleft()].items():
+            gradient, copy.grad = copy.grad, None
+            master = self._masters[name]
+            if gradient is not None:
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        self._forget()
+
+    def about_to_update(self) -> None:
+        """The masters are about to become the next version."""
+        if self._behind:
+            self._copy(self.newest)
+        self.newest += 1
+        self._forget()
+
+    def _copy(self, version: int) -> dict[str, torch.Tensor]:
+        if version not in self._copies:
+            self._copies[version] = {
+                name: master.detach().clone().requires_grad_()
+                for name, master in self._masters.items()
+            }
+        return self._copies[version]
+
+    def _forget(self) -> None:
+        oldest = min([*self._under_way, self.newest - self._behind])
+        for version in [version for version in self._copies if version < oldest]:
+            del self._copies[version]
+
+
+def _call(module: torch.nn.Module, weights: dict[str, torch.Tensor], **tensors: Any) -> Any:
+    return functional_call(module, weights, (), tensors)

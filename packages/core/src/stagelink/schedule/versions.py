@@ -1,0 +1,66 @@
+"""Which version of a stage's weights a microbatch meets in the asynchronous schedules.
+
+Version ``v`` is what ``v`` updates of the stage have made. A microbatch meets the same version in
+its forward and in its backward, whatever the timing; different stages may have different ones.
+
+*pipedream.* The stage is updated after each round of backwards; a round is one microbatch on each
+replica. The forward of round ``k`` comes behind ``k - W`` backwards, with the stage's warm-up
+``W``, so it meets version ``max(0, k - W)``: weights that lack the last ``W`` updates.
+
+*pipedream_2bw.* The stage is updated once per batch of ``m`` microbatches, with the mean of their
+gradients, and every stage meets the version before the newest that a flush would give: batch ``t``
+meets ``max(0, t - 1)``. Two versions are enough, and the delay is the same on all stages
+(Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.1). It asks
+that the gradients of batch ``t - 2`` are in before the first forward of batch ``t``, so that no
+warm-up reaches over a whole batch: ``W * R <= m``; and that each replica has as many of a batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from stagelink.plan import Plan, Stage
+
+__all__ = ["rounds_per_update", "version_for", "version_problems"]
+
+
+def rounds_per_update(plan: Plan, stage: Stage) -> int:
+    """How many rounds of backwards make one update of the stage, in an asynchronous schedule."""
+    return plan.microbatches // stage.replicas if plan.schedule == "pipedream_2bw" else 1
+
+
+def version_for(plan: Plan, stage: Stage, round_: int, warm_up: int) -> int:
+    """The version that the microbatch of a round meets on the stage, in an asynchronous schedule.
+
+    Args:
+        plan: the plan.
+        stage: the stage.
+        round_: how many microbatches its replica has had before it.
+        warm_up: the stage's.
+    """
+    if plan.schedule == "pipedream_2bw":
+        return max(0, round_ // rounds_per_update(plan, stage) - 1)
+    return max(0, round_ - warm_up)
+
+
+def version_problems(plan: Plan, warm_up: Sequence[int]) -> Iterator[str]:
+    """Why two versions are not enough, a line per stage; nothing for other schedules.
+
+    Args:
+        plan: the plan.
+        warm_up: per stage.
+    """
+    if plan.schedule != "pipedream_2bw":
+        return
+    for stage, ahead in zip(plan.stages, warm_up, strict=True):
+        count, replicas = plan.microbatches, stage.replicas
+        least = max(ahead, 1) * replicas
+        if count % replicas or count < least:
+            yield (
+                f"stage {stage.name!r}: microbatches = {count} will not do for pipedream_2bw; it "
+                f"takes a multiple of the stage's {replicas} replicas, and at least {least} for "
+                f"its warm-up of {ahead}"
+            )

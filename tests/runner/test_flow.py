@@ -1,0 +1,344 @@
+"""Asynchronous schedules: weights are those of the delayed-gradient rule, whatever the timing."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import stagelink
+from stagelink import PipelineRunner
+from stagelink.runner.versions import Versions
+from stagelink.schedule import safe_warm_up
+from tests.runner.models import (
+    SKIP,
+    Shape,
+    Toy,
+    build,
+    largest_difference,
+    line,
+    make_batches,
+    quick_sgd,
+    run_stages,
+    sgd,
+    tensors_of,
+    weights,
+)
+from tests.support.pipelines import GLOO, LOOPBACK, Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stagelink import Handler
+    from stagelink.runner import Summary
+    from stagelink.testing import RankPool
+
+LINES = [(1, 1), (1, 1, 1), (2, 1), (3, 2), (4, 3, 1)]
+
+Trained = tuple[int, "Summary", dict[str, torch.Tensor], int]
+Batches = list[dict[str, torch.Tensor]]
+
+
+def adam(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=0.02)
+
+
+# -- a plain reference ---------------------------------------------------------------------------
+
+
+class Delayed:
+    """One stage in one process: all its versions, and gradients as they come in."""
+
+    def __init__(self, module: Toy, optimizer: Any, in_one_update: int, *, mean: bool) -> None:
+        self.master = module
+        self.versions = [copy.deepcopy(module)]
+        self._optimizer = optimizer
+        self._in_one_update = in_one_update
+        self._mean = mean
+        self._waiting: list[Toy] = []
+
+    def add(self, used: Toy) -> None:
+        self._waiting.append(used)
+        if len(self._waiting) == self._in_one_update:
+            self.update()
+
+    def update(self) -> None:
+        if not self._waiting:
+            return
+        over = len(self._waiting) if self._mean else 1
+        for parameter, *others in zip(
+            self.master.parameters(), *(used.parameters() for used in self._waiting), strict=True
+        ):
+            gradients = [other.grad for other in others if other.grad is not None]
+            parameter.grad = torch.stack(gradients).sum(0) / over
+        self._optimizer.step()
+        self.versions.append(copy.deepcopy(self.master))
+        self._waiting.clear()
+
+
+def microbatches_of(batches: Batches, parts: int) -> Batches:
+    found = []
+    for batch in batches:
+        count = min(parts, len(batch["x"]))
+        for part in range(count):
+            found.append({name: value.tensor_split(count)[part] for name, value in batch.items()})
+    return found
+
+
+def train_delayed(
+    shapes: Sequence[Shape],
+    make_optimizer: Callable[[torch.nn.Module], Any],
+    batches: Batches,
+    parts: int,
+    version_of: Callable[[int, int], int],
+    in_one_update: Sequence[int],
+    *,
+    mean: bool,
+) -> tuple[list[Toy], float]:
+    """Each microbatch on the versions that ``version_of(stage, microbatch)`` says.
+
+    With ``mean`` an update takes the mean of its gradients, else each loss weighs 1 / ``parts``.
+    """
+    modules = [build(shapes, stage) for stage in range(len(shapes))]
+    stages = [
+        Delayed(module, make_optimizer(module), count, mean=mean)
+        for module, count in zip(modules, in_one_update, strict=True)
+    ]
+    total = items = 0.0
+    for number, piece in enumerate(microbatches_of(batches, parts)):
+        used = [
+            copy.deepcopy(stage.versions[version_of(index, number)])
+            for index, stage in enumerate(stages)
+        ]
+        for module in used:
+            module.zero_grad(set_to_none=True)
+        loss = torch.nn.functional.cross_entropy(run_stages(used, piece), piece["target"])
+        (loss if mean else loss / parts).backward()
+        total += loss.item() * len(piece["x"])
+        items += len(piece["x"])
+        for stage, module in zip(stages, used, strict=True):
+            stage.add(module)
+    for stage in stages:
+        stage.update()
+    return modules, total / items
+
+
+# -- the pipeline --------------------------------------------------------------------------------
+
+
+def train(
+    comm: Handler, shapes: Sequence[Shape], sizes: Sequence[int], make_optimizer: Any
+) -> Trained:
+    module = build(shapes, comm.stage.index)
+    runner = PipelineRunner(
+        comm,
+        module,
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=make_optimizer(module),
+    )
+    batches = iter(make_batches(sizes)) if comm.stage.index == 0 else None
+    summary = runner.train(batches)
+    return comm.stage.index, summary, weights(module), comm.rank
+
+
+def check(ranks: list[Trained], alone: list[Toy], loss: float) -> None:
+    for stage, summary, found, _ in ranks:
+        assert largest_difference(found, weights(alone[stage])) <= 1e-12
+        assert summary.loss == pytest.approx(loss, rel=1e-9)
+    assert [rank[1] for rank in ranks] == [ranks[0][1]] * len(ranks)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+@pytest.mark.parametrize("replicas", LINES, ids=str)
+def test_pipedream(replicas: tuple[int, ...], make_optimizer: Any, rank_pool: RankPool) -> None:
+    """Batches of one to four microbatches; 17 in all, which nothing divides."""
+    shapes, sizes = line(len(replicas)), [9, 8, 3, 7, 2, 1]
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan(replicas, tensors_of(shapes), schedule="pipedream", microbatches=4)
+    warm_up = safe_warm_up(replicas)
+    alone, loss = train_delayed(
+        shapes,
+        make_optimizer,
+        make_batches(sizes),
+        4,
+        lambda stage, number: max(0, number // replicas[stage] - warm_up[stage]),
+        replicas,
+        mean=True,
+    )
+    trained = ranks.run(plan, train, shapes, sizes, make_optimizer)
+    check(trained, alone, loss)
+    assert (trained[0][1].batches, trained[0][1].items) == (len(sizes), sum(sizes))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 11])
+def test_any_number_of_microbatches(count: int, rank_pool: RankPool) -> None:
+    shapes, replicas = line(3), (2, 3, 1)
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan(replicas, tensors_of(shapes), schedule="pipedream", microbatches=1)
+    warm_up = safe_warm_up(replicas)
+    if not count:
+        trained = ranks.run(plan, train, shapes, [], sgd)
+        assert all(summary.items == 0 for _, summary, _, _ in trained)
+        return
+    alone, loss = train_delayed(
+        shapes,
+        sgd,
+        make_batches([3] * count),
+        1,
+        lambda stage, number: max(0, number // replicas[stage] - warm_up[stage]),
+        replicas,
+        mean=True,
+    )
+    check(ranks.run(plan, train, shapes, [3] * count, sgd), alone, loss)
+
+
+def test_a_tensor_that_passes_a_stage(rank_pool: RankPool) -> None:
+    ranks, replicas = Ranks(LOOPBACK, rank_pool), (2, 1, 1)
+    plan = ranks.plan(replicas, tensors_of(SKIP), schedule="pipedream", microbatches=2)
+    warm_up = safe_warm_up(replicas)
+    sizes = [4] * 6
+    alone, loss = train_delayed(
+        SKIP,
+        sgd,
+        make_batches(sizes),
+        2,
+        lambda stage, number: max(0, number // replicas[stage] - warm_up[stage]),
+        replicas,
+        mean=True,
+    )
+    check(ranks.run(plan, train, SKIP, sizes, sgd), alone, loss)
+
+
+def test_processes(rank_pool: RankPool) -> None:
+    shapes, replicas, sizes = line(3), (2, 1, 1), [6, 6, 5, 6]
+    ranks = Ranks(GLOO, rank_pool)
+    plan = ranks.plan(replicas, tensors_of(shapes), schedule="pipedream", microbatches=3)
+    warm_up = safe_warm_up(replicas)
+    alone, loss = train_delayed(
+        shapes,
+        quick_sgd,
+        make_batches(sizes),
+        3,
+        lambda stage, number: max(0, number // replicas[stage] - warm_up[stage]),
+        replicas,
+        mean=True,
+    )
+    check(ranks.run(plan, train, shapes, sizes, quick_sgd), alone, loss)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1), (2, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_two_versions(replicas: tuple[int, ...], make_optimizer: Any, rank_pool: RankPool) -> None:
+    shapes, sizes, parts = line(len(replicas)), [13, 12, 12, 17, 12], 12
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan(replicas, tensors_of(shapes), schedule="pipedream_2bw", microbatches=parts)
+    alone, loss = train_delayed(
+        shapes,
+        make_optimizer,
+        make_batches(sizes),
+        parts,
+        lambda stage, number: max(0, number // parts - 1),
+        [parts] * len(replicas),
+        mean=False,
+    )
+    check(ranks.run(plan, train, shapes, sizes, make_optimizer), alone, loss)
+
+
+def test_two_versions_need_enough_microbatches() -> None:
+    plan = stagelink.Plan.from_dict(
+        Ranks(LOOPBACK, None).plan((2, 1, 1), [], schedule="pipedream_2bw", microbatches=3)  # type: ignore[arg-type]
+        | {"tensors": tensors_of(line(3))}
+    )
+    problem = stagelink.verify(plan).problem
+    assert problem == (
+        "stage 's0': microbatches = 3 will not do for pipedream_2bw; it takes a multiple of the "
+        "stage's 2 replicas, and at least 2 for its warm-up of 1"
+    )
+
+
+def _small_batch(comm: Handler) -> None:
+    with pytest.raises(stagelink.StagelinkError) as caught:
+        train(comm, line(2), [4, 3], sgd)
+    text = "a batch of 3 items: pipedream_2bw cuts every batch into 4 microbatches"
+    assert text in str(caught.value)
+
+
+def test_two_versions_refuse_a_small_batch(rank_pool: RankPool) -> None:
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((1, 1), tensors_of(line(2)), schedule="pipedream_2bw", microbatches=4)
+    ranks.run_to_ends(plan, _small_batch)
+
+
+def _clips(comm: Handler) -> None:
+    module = build(line(2), comm.stage.index)
+    with pytest.raises(stagelink.UsageError, match="the stages step at different times"):
+        PipelineRunner(
+            comm,
+            module,
+            loss=torch.nn.functional.cross_entropy,
+            optimizer=sgd(module),
+            clip_norm=1.0,
+        )
+
+
+def test_no_norm_of_all_stages(rank_pool: RankPool) -> None:
+    ranks = Ranks(LOOPBACK, rank_pool)
+    ranks.run(ranks.plan((1, 1), tensors_of(line(2)), schedule="pipedream"), _clips)
+
+
+def _evaluates(comm: Handler) -> dict[str, float]:
+    module = build(line(3), comm.stage.index)
+    runner = PipelineRunner(
+        comm, module, loss=torch.nn.functional.cross_entropy, optimizer=sgd(module)
+    )
+    first = comm.stage.index == 0
+    found = {}
+    for _ in range(2):
+        runner.train(make_batches([7, 4, 6]) if first else None)
+        found = runner.evaluate(make_batches([5, 9]) if first else None)
+    return found
+
+
+def test_epochs_and_evaluation_take_turns(rank_pool: RankPool) -> None:
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((2, 3, 1), tensors_of(line(3)), schedule="pipedream", microbatches=3)
+    found = ranks.run(plan, _evaluates)
+    assert found == [found[0]] * 6
+    assert 0 < found[0]["loss"] < 10
+
+
+# -- versions ------------------------------------------------------------------------------------
+
+
+def test_no_more_copies_than_versions_under_way() -> None:
+    module = torch.nn.Linear(3, 2)
+    versions = Versions(module, direct=False, two=False)
+    for step in range(20):
+        versions.forward_on(versions.newest)(input=torch.ones(1, 3)).sum().backward()
+        if step >= 3:
+            versions.collect()
+            versions.about_to_update()
+        assert versions.kept <= 4
+    for _ in range(3):
+        versions.collect()
+        versions.about_to_update()
+    assert versions.kept == 0
+
+
+def test_a_copy_keeps_its_values_when_the_module_is_stepped() -> None:
+    module = torch.nn.Linear(3, 2, bias=False)
+    torch.nn.init.constant_(module.weight, 2.0)
+    versions = Versions(module, direct=False, two=True)
+    forward = versions.forward_on(0)
+    before = forward(input=torch.ones(1, 3))
+    versions.about_to_update()
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    assert torch.equal(forward(input=torch.ones(1, 3)), before)
+    assert torch.equal(versions.forward_on(1)(input=torch.ones(1, 3)), before + 3)
+    before.sum().backward()
+    versions.collect()
+    assert module.weight.grad is not None
+    assert torch.equal(module.weight.grad, torch.ones(2, 3))
