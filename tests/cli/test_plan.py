@@ -9,8 +9,12 @@ import pytest
 
 from stagelink.plan import Plan
 from stagelink.schedule import pairs, verify
+from tests.support.pipedream import configuration
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
     from click.testing import Result
 
     from tests.cli.conftest import Invoke, Site, Write
@@ -282,3 +286,48 @@ def test_a_wrong_command_line_is_no_refused_plan(
     assert result.exit_code == 2
     assert text in result.stderr
     assert result.stdout == ""
+
+
+# PipeDream's files
+
+
+@pytest.fixture
+def pipedream(tmp_path: Path) -> Callable[..., Path]:
+    """``pipedream((4, 3, 1), (1, 1, 0))``: a configuration with so many ranks and depths."""
+
+    def make(replicas: Sequence[int], depths: Sequence[int] | None = None) -> Path:
+        path = tmp_path / "conf.json"
+        path.write_text(json.dumps(configuration(replicas, depths)), encoding="utf-8")
+        return path
+
+    return make
+
+
+def test_a_pipedream_file(invoke: Invoke, pipedream: Callable[..., Path]) -> None:
+    found = values(invoke("plan", pipedream((8, 4, 4)), "--json"))
+    assert (found["verified"], found["schedule"]) == (True, "pipedream")
+    assert [stage["warm_up"] for stage in found["stages"]] == [1, 1, 0]
+
+
+def test_a_depth_map_that_hangs(invoke: Invoke, pipedream: Callable[..., Path]) -> None:
+    result = invoke("plan", pipedream((4, 3, 1), (1, 1, 0)), "--json")
+    assert result.exit_code == 1
+    found = values(result)
+    assert not found["verified"]
+    assert "the ranks wait for each other in a circle: rank 0 (stage 'stage0')" in found["problem"]
+    assert "2, 1, 0 is safe" in found["problem"]
+
+
+def test_the_plan_is_written_as_toml(
+    invoke: Invoke, pipedream: Callable[..., Path], tmp_path: Path
+) -> None:
+    source, target = pipedream((4, 3, 1), (2, 1, 0)), tmp_path / "pipeline.toml"
+    assert invoke("plan", source, "--write-toml", target).exit_code == 0
+    written = Plan.load(target)
+    assert written == Plan.load(source)
+    again = invoke("plan", source, "--write-toml", target)
+    assert again.exit_code == 2
+    assert "is there already" in again.stderr
+    nowhere = invoke("plan", source, "--write-toml", tmp_path / "no" / "where.toml")
+    assert nowhere.exit_code == 1
+    assert "No such file or directory" in nowhere.stderr

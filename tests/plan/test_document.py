@@ -119,9 +119,9 @@ def test_a_wrong_value(
     [
         (
             "pipeline.schedule",
-            "pipedream",
-            "pipeline.schedule: unknown schedule 'pipedream'; "
-            "this version has '1f1b', 'gpipe', 'forward'",
+            "pipedream_2wb",
+            "pipeline.schedule: unknown schedule 'pipedream_2wb' (did you mean 'pipedream_2bw'?); "
+            "this version has '1f1b', 'gpipe', 'pipedream', 'pipedream_2bw', 'forward'",
         ),
         (
             "pipeline.schedule",

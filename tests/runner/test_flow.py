@@ -26,6 +26,7 @@ from tests.runner.models import (
     tensors_of,
     weights,
 )
+from tests.support.pipedream import SHAPES
 from tests.support.pipelines import GLOO, LOOPBACK, Ranks
 
 if TYPE_CHECKING:
@@ -307,6 +308,16 @@ def test_epochs_and_evaluation_take_turns(rank_pool: RankPool) -> None:
     found = ranks.run(plan, _evaluates)
     assert found == [found[0]] * 6
     assert 0 < found[0]["loss"] < 10
+
+
+@pytest.mark.parametrize("replicas", SHAPES, ids=str)
+def test_shapes_that_people_ran(replicas: tuple[int, ...], rank_pool: RankPool) -> None:
+    """Some hang with PipeDream's own warm-up; 50 microbatches, which fit none of them."""
+    shapes = line(len(replicas))
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan(replicas, tensors_of(shapes), schedule="pipedream", microbatches=1)
+    trained = ranks.run(plan, train, shapes, [1] * 50, quick_sgd)
+    assert {summary.items for _, summary, _, _ in trained} == {50}
 
 
 # -- versions ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def test_a_gradient_and_a_message(make_plan: MakePlan) -> None:
         f"{PREFIX}"
         "rank 0 (stage 's0') waits in B0 for the gradient of 't00' microbatch 0 from rank 1; "
         "rank 1 (stage 's1') waits in F1 for 't00' microbatch 1 from rank 0 "
-        "(leave out the warm_up of 's0', 's1')"
+        "(leave out the warm_up of 's0', 's1': 1, 0 is safe, stage by stage)"
     )
 
 

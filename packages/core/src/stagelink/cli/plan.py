@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+import tomli_w
 
 from stagelink.cli.assumed import assumed_links
 from stagelink.cli.output import plan_file, plugins_print_to_stderr, print_json, print_parts
 from stagelink.cli.plan_tables import plan_tables
 from stagelink.plan import Plan
+from stagelink.plan.files import read_mapping
 from stagelink.schedule import verify
 
 if TYPE_CHECKING:
@@ -38,10 +40,21 @@ class _Report:
     metavar="N",
     help="Microbatches per batch, instead of the file's number.",
 )
+@click.option(
+    "--write-toml",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write the plan as TOML to a new file as well, from PipeDream's JSON say.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.pass_context
 def plan_command(
-    ctx: click.Context, config: str, microbatches: int | None, *, as_json: bool
+    ctx: click.Context,
+    config: str,
+    microbatches: int | None,
+    write_toml: str | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Say what the plan in CONFIG means, and whether it can run.
 
@@ -53,6 +66,8 @@ def plan_command(
     Exits with 1 if the schedule would wait in a circle or a link has no transport.
     """
     plan = Plan.load(config, microbatches=microbatches)
+    if write_toml is not None:
+        _write_toml(config, write_toml)
     with plugins_print_to_stderr():
         report = _look_at(plan)
     if as_json:
@@ -60,6 +75,21 @@ def plan_command(
     else:
         print_parts(plan_tables(plan, report.verdict, report.links, report.problem))
     ctx.exit(0 if report.problem is None else 1)
+
+
+def _write_toml(config: str, target: str) -> None:
+    # As the file has it: a number of microbatches from the command line is for this look only.
+    text = tomli_w.dumps(read_mapping(config))
+    try:
+        with open(target, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise click.BadParameter(
+            f"{target!r} is there already; name a new file, or remove it",
+            param_hint="--write-toml",
+        ) from None
+    except OSError as error:
+        raise click.FileError(target, error.strerror) from error
 
 
 def _look_at(plan: Plan) -> _Report:

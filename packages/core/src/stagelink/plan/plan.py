@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from stagelink.errors import PlanError
 from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
 from stagelink.plan.facts import digest_of, facts_of
+from stagelink.plan.files import parse_toml, read_mapping
 from stagelink.plan.launch import launch_problems
 from stagelink.plan.model import ASYNCHRONOUS, WITH_WARM_UP, Control, Edge, Limits, Stage, Tensor
 from stagelink.plan.problems import shown, unknown
 from stagelink.plan.reading import read_document
-from stagelink.plan.toml import parse_toml, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -69,13 +69,13 @@ class Plan:
         """Read and validate a plan's file.
 
         Args:
-            path: a TOML file.
+            path: a TOML file, or one of PipeDream's configurations, whose name ends in ``.json``.
             microbatches: takes the place of the file's number.
 
         Raises:
-            PlanError: the file cannot be read or is no TOML, or the plan is wrong.
+            PlanError: the file cannot be read or is not what its name says, or the plan is wrong.
         """
-        plan = cls.from_toml(read_text(path), where=os.fspath(path))
+        plan = cls.from_dict(read_mapping(path), where=os.fspath(path))
         return plan if microbatches is None else plan.with_microbatches(microbatches)
 
     @classmethod

@@ -22,12 +22,12 @@ from stagelink.plan.document import (
 from stagelink.plan.problems import Problem, plan_error, shown, unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pydantic import BaseModel
     from pydantic_core import ErrorDetails
 
-__all__ = ["read_document"]
+__all__ = ["problem_text", "read_document"]
 
 _TABLES: Mapping[str | int, type[BaseModel]] = {
     "pipeline": PipelineTable,
@@ -87,7 +87,7 @@ def _validated(raw: object) -> tuple[Document, Iterator[Problem]]:
         details = error.errors(include_url=False)
     else:
         return document, cross_problems(document, ())
-    own = (Problem(detail["loc"], _text(detail)) for detail in details)
+    own = (Problem(d["loc"], problem_text(d, _keys(d["loc"][:-1]))) for d in details)
     unsound = {str(detail["loc"][0]) if detail["loc"] else "" for detail in details}
     document = Document.model_validate({**_STAND_INS, **_sound(raw, unsound)})
     return document, chain(own, cross_problems(document, unsound))
@@ -99,19 +99,24 @@ def _sound(raw: object, unsound: set[str]) -> dict[str, object]:
     return {key: raw[key] for key in Document.model_fields if key in raw and key not in unsound}
 
 
-def _text(detail: ErrorDetails) -> str:
+def problem_text(detail: ErrorDetails, keys: Iterable[str]) -> str:
+    """What is wrong, in our words.
+
+    Args:
+        detail: the validator's own account of it.
+        keys: those that the table has, for one that it does not.
+    """
     kind = detail["type"]
     if kind == UNKNOWN_NAME:
         return detail["msg"]
     if kind == "missing":
         return "missing; this key must be given"
     if kind == "extra_forbidden":
-        *outer, key = detail["loc"]
-        return unknown("key", str(key), _keys(outer), owner="this table")
+        return unknown("key", str(detail["loc"][-1]), keys, owner="this table")
     demand = _DEMANDS.get(kind, "{msg}").format(**detail.get("ctx", {}), msg=detail["msg"])
     return f"{shown(detail['input'])}: {demand}"
 
 
 def _keys(path: Sequence[str | int]) -> list[str]:
-    table = _TABLES[path[0]] if path else Document
+    table = _TABLES.get(path[0], Document) if path else Document
     return [field.alias or name for name, field in table.model_fields.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING
@@ -78,7 +79,7 @@ def verify(
     Args:
         plan: the plan.
         microbatches: how many the session has in the whole pipeline, 0 included, or `UNTIL_END`;
-            None: the plan's.
+            None: the plan's, or until the end where the schedule does not stop between batches.
         actions: lists of one's own by rank, instead of those of the plan's schedule.
 
     Returns:
@@ -87,7 +88,9 @@ def verify(
     Raises:
         PlanError: ``microbatches`` is no int of at least 0.
     """
-    count = plan.microbatches if microbatches is None else _counted(microbatches)
+    if microbatches is None:
+        microbatches = UNTIL_END if plan.asynchronous else plan.microbatches
+    count = _counted(microbatches)
     warm_up = choose_warm_up(plan) if plan.has_warm_up else (0,) * len(plan.stages)
     if count == UNTIL_END:
         if plan.schedule == "gpipe":
@@ -156,7 +159,14 @@ def _hang(plan: Plan, walked: Walked, windows: Sequence[int]) -> Iterator[str]:
 
 def _advice(plan: Plan) -> str:
     by_hand = [stage.name for stage in plan.stages if stage.warm_up is not None]
-    texts = [f"leave out the warm_up of {quoted(by_hand)}"] if by_hand else []
+    texts = []
+    if by_hand:
+        free = tuple(dataclasses.replace(stage, warm_up=None) for stage in plan.stages)
+        safe = choose_warm_up(dataclasses.replace(plan, stages=free))
+        values = ", ".join(map(str, safe))
+        texts.append(
+            f"leave out the warm_up of {quoted(by_hand)}: {values} is safe, stage by stage"
+        )
     if plan.window is not None:
         texts.append(f"leave out window = {plan.window}, or make it larger")
     return f" ({'; '.join(texts)})" if texts else ""

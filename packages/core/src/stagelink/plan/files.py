@@ -1,27 +1,29 @@
-"""A plan's text: read from a file and parsed, with errors that name the place."""
+"""A plan's file: read and parsed by its kind, with errors that name the place."""
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagelink.errors import PlanError
+from stagelink.plan.pipedream import parse_pipedream
 
-if TYPE_CHECKING:
-    import os
-
-__all__ = ["parse_toml", "read_text"]
+__all__ = ["parse_toml", "read_mapping"]
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The file's text.
+def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The plan's mapping: of a TOML file, or as a PipeDream configuration (``.json``) stands for.
 
     Raises:
-        PlanError: it is JSON, cannot be read, or is not UTF-8.
+        PlanError: the file cannot be read, or is not what its name says.
     """
-    if Path(path).suffix.lower() == ".json":
-        raise PlanError(f"{path}: this version reads TOML plans, no JSON (PipeDream's)")
+    parse = parse_pipedream if Path(path).suffix.lower() == ".json" else parse_toml
+    return parse(_read_text(path), os.fspath(path))
+
+
+def _read_text(path: str | os.PathLike[str]) -> str:
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -32,7 +34,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise PlanError(f"{path}: line {line} is not UTF-8 text, as TOML must be") from error
+        raise PlanError(f"{path}: line {line} is not UTF-8 text, as a plan must be") from error
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
