@@ -347,6 +347,28 @@ def test_descriptors_are_handed_over_and_closed_where_nobody_takes_them(
     assert len(os.listdir("/proc/self/fd")) == before - 1  # the closed socket's
 
 
+def test_descriptors_that_cannot_be_duplicated_are_not_leaked(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ends
+    one.connection.hand_to(other.connection.number)
+    before = len(os.listdir("/proc/self/fd"))
+    duplicate = os.dup
+    made: list[int] = []
+
+    def dup(fd: int) -> int:
+        if len(made) == 2:
+            raise OSError(errno.EMFILE, "too many open files")
+        made.append(duplicate(fd))
+        return made[-1]
+
+    monkeypatch.setattr(os, "dup", dup)
+    with pytest.raises(OSError, match="too many"):
+        one.send(b"three", fds=(0, 0, 0))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list(other.connection.handed()) == []
+
+
 def test_no_other_end_of_that_number(ends: tuple[End, End]) -> None:
     one, other = ends
     one.connection.hand_to(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ def test_a_call_wakes_who_waits(poller: Poller, method: str) -> None:
     }
     waiting = threading.Thread(target=blocks[method])
     waiting.start()
-    while not (poller._running or poller._watching):
+    while not (poller._waiting or poller._watching):
         pass
     called: list[int] = []
     poller.call(lambda: called.append(1))
@@ -110,6 +111,26 @@ def test_a_spin_that_met_nothing_is_not_tried_again_at_once(
 
 def test_without_a_spin_every_wait_blocks(poller: Poller, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [_wait(poller, 5, monkeypatch).blocked for _ in range(5)] == [1] * 5
+
+
+def test_a_look_without_a_wait_is_no_short_wait(
+    poller: Poller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poller.spin_s = 10.0
+    for _ in range(5):
+        poller.run(0.0)
+    assert _wait(poller, 5, monkeypatch).blocked == 1
+
+
+def test_a_spin_takes_no_longer_than_the_wait(
+    poller: Poller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poller.spin_s = 30.0
+    for _ in range(3):
+        _wait(poller, 1, monkeypatch)
+    began = time.monotonic()
+    poller.run(0.01)
+    assert time.monotonic() - began < 10
 
 
 def test_a_call_ends_a_spin(poller: Poller, monkeypatch: pytest.MonkeyPatch) -> None:

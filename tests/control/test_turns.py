@@ -25,11 +25,14 @@ class Source:
         self._out, self._in = os.pipe()
         self.got: list[int] = []
         self.readers: list[str] = []
+        self.dispatching = False
         self.reading = threading.Event()
         self._has_read = threading.Condition()
         self._at_once = threading.Lock()
         self.watched = threading.Event()
-        self.turns = Turns(self.read, self.watch_pipe, self.poke, "stand-by")
+        self.turns = Turns(
+            self.read, self.watch_pipe, self.poke, lambda: self.dispatching, "stand-by"
+        )
 
     def put(self, number: int) -> None:
         os.write(self._in, bytes([number]))
@@ -236,3 +239,41 @@ def test_stopping_ends_a_stand_by_whose_poke_another_reader_swallowed(source: So
     assert source.watched.wait(20)
     source.turns.stop(Deadline(20))
     assert "stand-by" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_stand_by_reads_for_one_that_calls_all_the_time_and_never_waits(
+    source: Source,
+) -> None:
+    _started(source)
+    until = time.monotonic() + 20
+    for number in range(1, 4):
+        source.put(number)
+        while number not in source.got and time.monotonic() < until:
+            source.turns.touch()
+            source.turns.wait(lambda: True, Deadline(0))
+            time.sleep(0.0005)
+    assert source.got == [1, 2, 3]
+
+
+def test_a_change_out_of_a_signal_handler_is_seen_at_once(source: Source) -> None:
+    happened: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        happened.append(number)
+        source.turns.changed()
+
+    def send() -> None:
+        assert source.reading.wait(20)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    sender = threading.Thread(target=send)
+    try:
+        sender.start()
+        began = time.monotonic()
+        # Far below the second after which a waiting caller looks by itself.
+        assert source.turns.wait(lambda: bool(happened), Deadline(0.6))
+        assert time.monotonic() - began < 0.6
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)

@@ -166,7 +166,7 @@ def test_a_receiver_that_ends_keeps_no_message(ends: str) -> None:
     else:
         pair.receiver.abort(RuntimeError("gone"))
     pair.send(payload)  # it has not heard of it
-    assert not any(mailbox.messages for mailbox in loopback._mailboxes.values())
+    assert not any(loopback._mailboxes.values())
 
 
 def _many_unread(comm: stagelink.Handler, fails: bool) -> None:

@@ -128,15 +128,14 @@ class Connection:
             if self._broken or self._half_close:
                 return
             if self._twin is not None:
-                kept = tuple(os.dup(fd) for fd in fds) if fds else ()
-                self._twin._take_over(Frame(header, note, payload, kept))
+                self._twin._take_over(Frame(header, note, payload, _duplicates(fds)))
                 return
             data = header.pack(len(note), len(fds)) + note + payload
             sent = 0 if self._out else self._write(data, fds)
             if sent == len(data) or self._broken:
                 return
-            kept = () if sent else tuple(os.dup(fd) for fd in fds)
-            self._out.append(_Chunk(memoryview(data)[sent:], kept))
+            kept = () if sent else fds
+            self._out.append(_Chunk(memoryview(data)[sent:], _duplicates(kept)))
             first = len(self._out) == 1
         if first:
             self._on_blocked(self)
@@ -144,7 +143,8 @@ class Connection:
     def hand_to(self, number: int) -> None:
         """The other end is this process's connection of that number: frames need no socket.
 
-        To be called when the other end has read all that was sent before.
+        What was sent before is in the socket, and may be read later: the reader must not look at
+        `handed` before it knows its peer, which is the last thing that comes by the socket.
         """
         with self._lock:
             self._twin = _connections.get(number)
@@ -240,12 +240,20 @@ class Connection:
 
     def handed(self) -> Iterator[Frame]:
         """The frames that the other end has handed over, if it is in this process."""
-        while self._handed:
-            yield self._handed.popleft()
+        for _ in range(len(self._handed)):
+            try:
+                yield self._handed.popleft()
+            except IndexError:  # another thread has closed the connection meanwhile
+                return
 
     def _drop_handed(self) -> None:
         for frame in self.handed():
             close_all(frame.fds)
+
+    def forget(self) -> None:
+        """Give up, in a forked child, what it inherited; the parent's end goes on."""
+        self.sock.close()
+        self._drop_handed()
 
     def _receive(self) -> bytes:
         while True:
@@ -292,6 +300,18 @@ class Connection:
         self._drop_handed()
         close_all(self._in_fds)
         self._in_fds.clear()
+
+
+def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
+    """Descriptors of our own for the same files, all or none."""
+    kept: list[int] = []
+    try:
+        for fd in fds:
+            kept.append(os.dup(fd))
+    except OSError:
+        close_all(kept)
+        raise
+    return tuple(kept)
 
 
 def close_all(fds: Sequence[int] | deque[int]) -> None:

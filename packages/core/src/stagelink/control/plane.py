@@ -82,7 +82,9 @@ class Plane:
         self._forked = False
         poller = self.poller
         name = f"stagelink-reader-{rank}"
-        self.turns = Turns(self._read_turn, poller.watch, poller.wake, name)
+        self.turns = Turns(
+            self._read_turn, poller.watch, poller.wake, lambda: poller.dispatching, name
+        )
         self.lock = self.turns.lock
         self.changed = self.turns.changed
         _planes.add(self)
@@ -438,7 +440,7 @@ class Plane:
         self._usable = False
         self.turns.lock = self.lock = threading.RLock()
         for connection in (*self._connections.values(), *self._strangers):
-            connection.sock.close()
+            connection.forget()
         for listener in self._listeners:
             listener.close()
         self.poller.close()

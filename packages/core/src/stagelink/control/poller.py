@@ -23,7 +23,8 @@ class Poller:
     On Linux's epoll itself: a layer above it costs as much again for every message.
 
     Attributes:
-        spin_s: seconds that `run` polls before it blocks.
+        spin_s: seconds that `run` may poll before it blocks; how long is its own affair.
+        dispatching: whether `run` is calling what is ready.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,8 @@ class Poller:
         self._watcher = select.poll()
         self._watcher.register(self._epoll.fileno(), select.POLLIN)
         self._calls: deque[Callable[[], None]] = deque()
-        self._running = False
+        self.dispatching = False
+        self._waiting = False
         self._watching = False
         self._short_waits = 0
         self._wake_in, self._wake_out = socket.socketpair()
@@ -61,7 +63,7 @@ class Poller:
     def call(self, ready: Callable[[], None]) -> None:
         """Call ``ready()`` in the next `run`, or in the one that is waiting; from any thread."""
         self._calls.append(ready)
-        if self._running or self._watching:
+        if self._waiting or self._watching:
             self.wake()
 
     def run(self, timeout_s: float) -> None:
@@ -69,17 +71,17 @@ class Poller:
 
         Where calls are due, sockets wait for the next run: to ask for them costs as much again.
         """
-        self._running = True  # what is called for from now on wakes us
+        events = [] if self._calls else self._wait(timeout_s)
+        self.dispatching = True
         try:
-            events = [] if self._calls else self._wait(timeout_s)
+            for descriptor, mask in events:
+                ready = self._ready.get(descriptor)
+                if ready is not None:  # else what came before it in this round has removed it
+                    ready(mask)
+            for _ in range(len(self._calls)):  # those that they lead to wait for the next run
+                self._calls.popleft()()
         finally:
-            self._running = False
-        for descriptor, mask in events:
-            ready = self._ready.get(descriptor)
-            if ready is not None:  # else what came before it in this round has removed it
-                ready(mask)
-        for _ in range(len(self._calls)):  # those that they lead to wait for the next run
-            self._calls.popleft()()
+            self.dispatching = False
 
     def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
         """Wait for sockets; spin first where the last waits were so short that a spin meets it.
@@ -88,16 +90,26 @@ class Poller:
         the core from those who are waited for.
         """
         began = time.monotonic()
-        if timeout_s and self._short_waits >= _SHORT_WAITS:
-            while time.monotonic() - began < self.spin_s:
+        spin_s = min(self.spin_s, timeout_s)
+        if self._short_waits >= _SHORT_WAITS:
+            while time.monotonic() - began < spin_s:
                 events = self._epoll.poll(0)
                 if events or self._calls:
                     return events
                 os.sched_yield()
-        events = self._epoll.poll(timeout_s)
-        short = time.monotonic() - began < self.spin_s
-        self._short_waits = self._short_waits + 1 if short else 0
+            timeout_s -= spin_s
+        events = self._block(timeout_s)
+        if spin_s:
+            short = time.monotonic() - began < spin_s
+            self._short_waits = self._short_waits + 1 if short else 0
         return events
+
+    def _block(self, timeout_s: float) -> list[tuple[int, int]]:
+        self._waiting = True  # who calls for something from now on wakes us
+        try:
+            return self._epoll.poll(0 if self._calls else timeout_s)
+        finally:
+            self._waiting = False
 
     def watch(self) -> None:
         """Block until something is ready, and call nothing."""

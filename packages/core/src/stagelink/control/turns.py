@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["Turns"]
 
 _GRACE_S = 0.001
-"""How long after the last call the stand-by comes in; longer, up to the second, where calls keep
-coming: its waking up takes time from those who call."""
+"""How long after the last call the stand-by comes in."""
 
 _LONGEST_GRACE_S = 0.004
+"""What that grows to where calls keep coming: its waking up takes time from those who call."""
+
+_UNREAD_S = 2 * _LONGEST_GRACE_S
+"""How long nobody may have read while it keeps away, however many calls come."""
+
 _LOOK_S = 1.0
 _LONG_S = 2.0
 _POKE_AGAIN_S = 0.1
@@ -40,6 +44,7 @@ class Turns:
             to come. Called by one thread at a time, without the lock.
         watch: blocks until there is something to read, and reads nothing.
         poke: makes a blocked ``read`` or ``watch`` return.
+        dispatching: whether ``read`` has done with waiting and is dispatching.
         name: of the stand-by thread.
 
     Attributes:
@@ -53,12 +58,14 @@ class Turns:
         read: Callable[[float], None],
         watch: Callable[[], None],
         poke: Callable[[], None],
+        dispatching: Callable[[], bool],
         name: str,
     ) -> None:
         self.lock = threading.RLock()
         self._read = read
         self._watch = watch
         self._poke = poke
+        self._dispatching = dispatching
         self._changed = threading.Condition(self.lock)
         self._idle = threading.Condition(self.lock)
         self._waiting = 0
@@ -68,6 +75,7 @@ class Turns:
         self._parked = False
         self._stopped = False
         self._last_call = 0.0
+        self._last_turn = 0.0
         self.on_long_wait: Callable[[], None] | None = None
         self._standby = threading.Thread(target=self._stand_by, name=name, daemon=True)
 
@@ -96,7 +104,9 @@ class Turns:
         with self.lock:
             if self._waiting:
                 self._changed.notify_all()
-            if self._caller_reads and self._reader != threading.get_ident():
+            # Who is dispatching looks again by itself. The same thread in a signal handler, which
+            # interrupted its wait, goes on waiting.
+            if self._caller_reads and not (self.reads_here and self._dispatching()):
                 self._poke()
 
     def wait(
@@ -147,6 +157,7 @@ class Turns:
         return self._turn_taken and self._reader == threading.get_ident()
 
     def _turn(self, step: float, waiting_here: int = 1) -> None:
+        """Take the role, read once, wake the others; `waiting_here` of those that wait are us."""
         self._turn_taken = True
         self._reader = threading.get_ident()
         self.lock.release()
@@ -155,6 +166,7 @@ class Turns:
         finally:
             self.lock.acquire()
             self._turn_taken = self._caller_reads = False
+            self._last_turn = time.monotonic()
             if self._waiting > waiting_here:
                 self._changed.notify_all()
 
@@ -162,7 +174,8 @@ class Turns:
         grace_s = _GRACE_S
         with self.lock:
             while not self._stopped:
-                nap = self._last_call + grace_s - time.monotonic()
+                until = min(self._last_call + grace_s, self._last_turn + _UNREAD_S)
+                nap = until - time.monotonic()
                 if nap > 0:
                     seen = self._last_call
                     self._idle.wait(nap)

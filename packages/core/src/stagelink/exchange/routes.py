@@ -56,7 +56,7 @@ class Routes:
         Raises:
             UsageError: it produces no such tensor, or the microbatch is not this replica's.
         """
-        place = name, self._turn(microbatch)
+        place = name, self._place_of(microbatch)
         ways = self._ways_out.get(place)
         if ways is None:
             known = self._mail.out.ways
@@ -68,7 +68,7 @@ class Routes:
 
     def incoming(self, name: str, microbatch: int) -> WayIn:
         """The way from the producer of a tensor that this stage consumes; raises as `outgoing`."""
-        place = name, self._turn(microbatch)
+        place = name, self._place_of(microbatch)
         way = self._ways_in.get(place)
         if way is None:
             edge = self._edges(self._inputs, name, "consumes")[0]
@@ -79,7 +79,7 @@ class Routes:
 
     def gradients(self, name: str, microbatch: int) -> list[WayIn]:
         """The ways by which gradients of a tensor come back, if any do; raises as `outgoing`."""
-        place = name, self._turn(microbatch)
+        place = name, self._place_of(microbatch)
         ways = self._ways_back.get(place)
         if ways is None:
             known = self._mail.into.ways
@@ -97,7 +97,7 @@ class Routes:
             UsageError: as `outgoing`.
         """
         name = next(iter(self._inputs), None)
-        self._turn(microbatch)
+        self._place_of(microbatch)
         return None if name is None else self.incoming(name, microbatch)
 
     def end(self, microbatches: int) -> range:
@@ -106,7 +106,7 @@ class Routes:
         self.mine = range(self.mine.start, microbatches, self.mine.step)
         return self.mine
 
-    def _turn(self, microbatch: int) -> int:
+    def _place_of(self, microbatch: int) -> int:
         """The microbatch's place in the period, where it is one of `mine`."""
         if not isinstance(microbatch, int):
             raise UsageError(

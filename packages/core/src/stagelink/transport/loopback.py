@@ -9,6 +9,7 @@ buffering hides.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -45,12 +46,29 @@ class _Mailbox:
     """Messages between two threads, in order. Both ends hold it, so it dies with the later one."""
 
     def __init__(self) -> None:
-        self.messages: deque[torch.Tensor] = deque()
-        self.closed = False  # nobody will take any more, or nobody will be given any
+        self._messages: deque[torch.Tensor] = deque()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def put(self, message: torch.Tensor) -> None:
+        """Add a message, unless nobody will take it."""
+        with self._lock:
+            if not self._closed:
+                self._messages.append(message)
+
+    def take(self) -> torch.Tensor | None:
+        """The oldest message; None after `close`."""
+        with self._lock:
+            return self._messages.popleft() if self._messages else None
 
     def close(self) -> None:
-        self.closed = True
-        self.messages.clear()
+        """Nobody will take any more, or nobody will be given any."""
+        with self._lock:
+            self._closed = True
+            self._messages.clear()
+
+    def __len__(self) -> int:
+        return len(self._messages)
 
 
 _mailboxes: WeakValueDictionary[bytes, _Mailbox] = WeakValueDictionary()
@@ -112,8 +130,7 @@ class _Sender(Sender):
     def begin(self, message: Message, announce: Announce) -> Pending | None:
         if self._mailbox is None:
             return None  # the receiver's note has not come yet
-        if not self._mailbox.closed:
-            self._mailbox.messages.append(message.payload.clone())
+        self._mailbox.put(message.payload.clone())
         self._begun += 1
         announce()
         return _Handover(self, self._begun) if self._rendezvous else FINISHED
@@ -122,7 +139,10 @@ class _Sender(Sender):
         """The first is the mailbox's name; each that follows says that a message was taken."""
         del fds
         if self._mailbox is None:
-            self._mailbox = _mailboxes.get(note) or _Mailbox()  # the receiver may have closed
+            self._mailbox = _mailboxes.get(note)
+            if self._mailbox is None:  # the receiver has closed already
+                self._mailbox = _Mailbox()
+                self._mailbox.close()
             self._port.room()
         else:
             self._taken += 1
@@ -164,8 +184,7 @@ class _Receiver(Receiver):
         accept: Callable[[], torch.Tensor],
     ) -> Pending:
         del header, note, fds, accept  # the sender's copy becomes the receiver's tensor
-        messages = self._mailbox.messages
-        return _Taking(self._port, messages.popleft() if messages else None)
+        return _Taking(self._port, self._mailbox.take())
 
     def abort(self, cause: BaseException) -> None:
         del cause
