@@ -21,11 +21,8 @@ __all__ = ["Turns"]
 _GRACE_S = 0.001
 """How long after the last call the stand-by comes in."""
 
-_LONGEST_GRACE_S = 0.004
-"""What that grows to where calls keep coming: its waking up takes time from those who call."""
-
-_UNREAD_S = 2 * _LONGEST_GRACE_S
-"""How long nobody may have read while it keeps away, however many calls come."""
+_UNREAD_S = 0.002
+"""How long after the last turn it comes in where calls keep coming and none of them reads."""
 
 _LOOK_S = 1.0
 _LONG_S = 2.0
@@ -171,16 +168,12 @@ class Turns:
                 self._changed.notify_all()
 
     def _stand_by(self) -> None:
-        grace_s = _GRACE_S
         with self.lock:
             while not self._stopped:
-                until = min(self._last_call + grace_s, self._last_turn + _UNREAD_S)
+                until = min(self._last_call + _GRACE_S, self._last_turn + _UNREAD_S)
                 nap = until - time.monotonic()
                 if nap > 0:
-                    seen = self._last_call
                     self._idle.wait(nap)
-                    called = self._last_call > seen
-                    grace_s = min(2 * grace_s, _LONGEST_GRACE_S) if called else _GRACE_S
                 elif self._waiting:
                     # Only in a long wait: to be woken costs the caller as much as a message.
                     self._parked = True
