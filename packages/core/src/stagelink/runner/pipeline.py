@@ -44,7 +44,10 @@ class PipelineRunner:
     which the module does not get.
 
     The weights after each step are those of one process with the whole batch: the gradients of the
-    microbatches are added in ascending order on each replica, and then in the replicas' order.
+    microbatches are added in ascending order on each replica, and then in the replicas' order. With
+    an asynchronous schedule they are those of the delayed-gradient rule, see
+    `stagelink.schedule.versions`; an epoch is then one session, and a scheduler is stepped after
+    every update of the stage.
 
     Args:
         comm: the handler.
@@ -94,7 +97,7 @@ class PipelineRunner:
     # -- training
 
     def train(self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None) -> Summary:
-        """Train one epoch: an optimizer step for each batch.
+        """Train one epoch: an optimizer step for each batch, or as an asynchronous schedule says.
 
         The modules' train or eval mode is left as it is. Buffers (running statistics) are those of
         the replica that had the last microbatch, so with replicas they differ from one process's.
