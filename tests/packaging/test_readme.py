@@ -40,4 +40,8 @@ def test_links_lead_somewhere() -> None:
     targets = re.findall(r"\]\((?!http)([^)]+)\)", README)
     assert targets
     for target in targets:
-        assert (ROOT / target).exists(), target
+        path, _, heading = target.partition("#")
+        assert (ROOT / path).exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
+            assert heading in [name.lower().replace(" ", "-") for name in headings], target

@@ -44,8 +44,8 @@ class PipelineRunner:
     which the module does not get.
 
     The weights after each step are those of one process with the whole batch: the gradients of the
-    microbatches are added in ascending order on each replica, and then in the replicas' order. With
-    an asynchronous schedule they are those of the delayed-gradient rule, see
+    microbatches are added in ascending order on each replica, and then in the replicas' order.
+    With an asynchronous schedule they are those of the delayed-gradient rule, see
     `stagelink.schedule.versions`; an epoch is then one session, and a scheduler is stepped after
     every update of the stage.
 
