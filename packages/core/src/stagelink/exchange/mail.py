@@ -79,6 +79,10 @@ class Mail:
         self.into.drop(unread)
         self.out.tell_end(session, why)
 
+    def left_by_choice(self, session: int) -> bool:
+        """Whether a peer has left a session, and not because of an error."""
+        return self._presence.left_by_choice(session)
+
     def abandon(self) -> None:
         """The handler is being closed: nobody will ask for what is here, nor for what comes."""
         with self._plane.lock:

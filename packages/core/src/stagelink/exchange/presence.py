@@ -42,6 +42,11 @@ class Presence:
         """Whether the peer has left the message's session, or closed."""
         return peer in self._plane.gone or (key.session, peer) in self._ended
 
+    def left_by_choice(self, session: int) -> bool:
+        """Whether a peer has left a session without an error of its own."""
+        with self._plane.lock:
+            return any(key[0] == session and not why for key, why in self._ended.items())
+
     def check_peer(self, peer: int, key: Key, awaited: str) -> None:
         """Raise if the peer is `lost`, so that what is awaited cannot come.
 

@@ -85,7 +85,8 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         if self.open:
-            self._leave("" if error is None else f" after {type(error).__name__}: {error}")
+            by_choice = error is None or kind is GeneratorExit
+            self._leave("" if by_choice else f" after {type(error).__name__}: {error}")
 
     def leave(self) -> None:
         """End the session on this rank: free what was not answered and tell the peers."""
@@ -100,6 +101,11 @@ class Session:
             owed.append((rank_for(source, microbatch), key))
         self._owed.clear()
         self._mail.leave(self.number, owed, why)
+
+    @property
+    def left_by_choice(self) -> bool:
+        """Whether a peer has left this session, and not because of an error."""
+        return self._mail.left_by_choice(self.number)
 
     # -- the end of the data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stagelink.runner.pipeline import PipelineRunner
+from stagelink.runner.stream import Output
 from stagelink.runner.summary import Shares, Summary
 
-__all__ = ["PipelineRunner", "Shares", "Summary"]
+__all__ = ["Output", "PipelineRunner", "Shares", "Summary"]

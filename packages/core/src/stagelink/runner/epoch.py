@@ -102,8 +102,16 @@ class Epoch:
         self.microbatches = session.microbatches
 
 
-def cut_all(comm: Handler, names: Names, batches: Iterable[object] | None) -> Iterator[Batch]:
+def cut_all(
+    comm: Handler, names: Names, batches: Iterable[object] | None, *, scored: bool = True
+) -> Iterator[Batch]:
     """The batches of a first stage, each cut into the plan's number of microbatches.
+
+    Args:
+        comm: the handler.
+        names: what the stage takes and gives.
+        batches: from names to tensors.
+        scored: whether there is a loss, which needs its target.
 
     Raises:
         UsageError: there are none, or one is not what it should be.
@@ -113,7 +121,7 @@ def cut_all(comm: Handler, names: Names, batches: Iterable[object] | None) -> It
             f"rank {comm.rank}: stage {comm.stage.name!r} receives nothing, so it needs batches"
         )
     for batch in batches:
-        yield cut(names.of_batch(check_mapping(batch)), comm.plan.microbatches)
+        yield cut(names.of_batch(check_mapping(batch), scored=scored), comm.plan.microbatches)
 
 
 @contextmanager
@@ -124,6 +132,8 @@ def failing(comm: Handler) -> Iterator[None]:
     """
     try:
         yield
+    except GeneratorExit:  # whoever iterates has stopped, which is no failure
+        raise
     except BaseException as error:
         comm.abort(error)
         raise

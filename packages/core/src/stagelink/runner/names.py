@@ -36,6 +36,7 @@ class Names:
         module: the stage's module; its ``forward`` says what it takes.
         plan: the plan.
         stage: the stage.
+        scored: whether the last stage has a loss, which needs the target.
 
     Attributes:
         first: whether the stage receives nothing, and so takes batches.
@@ -47,11 +48,14 @@ class Names:
         UsageError: module and plan do not fit.
     """
 
-    def __init__(self, module: torch.nn.Module, plan: Plan, stage: Stage) -> None:
+    def __init__(
+        self, module: torch.nn.Module, plan: Plan, stage: Stage, *, scored: bool = True
+    ) -> None:
         self.receives = tuple(edge.tensor.name for edge in plan.inputs(stage.index))
         self.produces = tuple(dict.fromkeys(e.tensor.name for e in plan.outputs(stage.index)))
         self.first = not self.receives
         self.last = stage.index == len(plan.stages) - 1
+        self._scored = scored
         self._stage = f"stage {stage.name!r}"
         signature = inspect.signature(module.forward)
         self._module = f"{type(module).__qualname__}.forward{signature}"
@@ -64,13 +68,17 @@ class Names:
         if not self.first:
             self._check_received()
 
-    def of_batch(self, batch: Mapping[str, object]) -> dict[str, object]:
+    def of_batch(self, batch: Mapping[str, object], *, scored: bool = True) -> dict[str, object]:
         """The entries of a batch that this first stage has a use for; it may have others.
+
+        Args:
+            batch: the batch.
+            scored: whether there is a loss, which needs its target.
 
         Raises:
             UsageError: one that the module requires, or the target of the loss, is missing.
         """
-        required = self._requires | ({TARGET} if self.last else set())
+        required = self._requires | ({TARGET} if self.last and scored else set())
         missing = sorted(required - batch.keys())
         if missing:
             raise UsageError(
@@ -154,7 +162,7 @@ class Names:
             )
 
     def _check_received(self) -> None:
-        if self.last and TARGET not in self.receives:
+        if self.last and self._scored and TARGET not in self.receives:
             raise UsageError(
                 f"{self._stage} is the last, so it needs a tensor named {TARGET!r} for the loss; "
                 f"it receives {_quoted(self.receives)}; add one to the plan"

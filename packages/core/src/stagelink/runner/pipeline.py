@@ -16,6 +16,7 @@ from stagelink.runner.names import Names
 from stagelink.runner.passage import Passage, Station
 from stagelink.runner.scores import Loss, Metric, Reduction, Scores, means
 from stagelink.runner.step import OptimizerStep
+from stagelink.runner.stream import Output, stream
 from stagelink.runner.summary import Clock, Summary, shares_of_all
 from stagelink.runner.sync import ReplicaSync
 
@@ -52,7 +53,7 @@ class PipelineRunner:
     Args:
         comm: the handler.
         module: this stage's part of the model, on the stage's device; alike on all its replicas.
-        loss: needed on the last stage.
+        loss: needed on the last stage, but for `stream`.
         optimizer: of this stage's parameters; None where nothing is to be trained.
         reduction: how the loss makes one number of many items: ``"mean"`` or ``"sum"``.
         metrics: further results of `evaluate` by name: functions like the loss, each the mean over
@@ -81,7 +82,7 @@ class PipelineRunner:
     ) -> None:
         self._comm = comm
         self._module = module
-        self._names = Names(module, comm.plan, comm.stage)
+        self._names = Names(module, comm.plan, comm.stage, scored=loss is not None)
         self._loss = loss
         self._optimizer = optimizer
         self._reduction = reduction
@@ -114,6 +115,7 @@ class PipelineRunner:
             DisagreementError: replicas of the stage differ in their parameters.
             StagelinkError: a rank failed; every rank gets its text.
         """
+        self._check_loss()
         self._check_trainable()
         clock = Clock(self._comm)
         if self._sync is not None:
@@ -172,6 +174,7 @@ class PipelineRunner:
             UsageError: a batch, the module's result, the loss or a metric is not as it should be.
             StagelinkError: a rank failed; every rank gets its text.
         """
+        self._check_loss()
         clock = Clock(self._comm)
         station = Station(self._module, self._names, self._scores(self._metrics), clock)
         epoch = Epoch(self._comm, self._names, clock)
@@ -182,6 +185,33 @@ class PipelineRunner:
         names = ["loss", *self._metrics]
         results = self._results(station.scores, epoch.items, len(names))
         return dict(zip(names, results, strict=True))
+
+    # -- inference
+
+    def stream(
+        self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None
+    ) -> Iterator[Output]:
+        """Run batches through, forward only, in eval mode and without gradients, without an end.
+
+        An iterator, which every rank goes through: on the last stage it gives outputs as they are
+        ready, elsewhere nothing. Each replica of the last stage gives those of its own
+        microbatches, in their order. How many microbatches are between the stages is bounded by
+        the windows: when nobody takes outputs, the first stage soon takes no more batches.
+
+        It ends when the batches do, on all replicas of the first stage after the same ones, and
+        all that went in has come out. Whoever stops iterating before (``break``) ends it for all:
+        what the first stage had sent still comes out, what the last one does not take is dropped.
+        No loss is needed, nor a target in the batches.
+
+        Args:
+            batches: on a first stage; taken one at a time, when there is room.
+
+        Raises:
+            UsageError: a batch or the module's result is not as it should be.
+            StagelinkError: a rank failed; every rank gets its text.
+        """
+        with _eval_mode(self._module):
+            yield from stream(self._comm, self._module, self._names, batches)
 
     # -- state
 
@@ -250,15 +280,17 @@ class PipelineRunner:
             )
         if "loss" in self._metrics:
             raise UsageError("metric 'loss': the name is taken by the loss itself")
-        if self._names.last:
-            self._check_loss()
+        if self._names.last and self._loss is not None:
+            self._check_reduction()
 
     def _check_loss(self) -> None:
-        if self._loss is None:
+        if self._names.last and self._loss is None:
             raise UsageError(
                 f"rank {self._comm.rank} holds the last stage, {self._comm.stage.name!r}: give "
                 "the runner a loss"
             )
+
+    def _check_reduction(self) -> None:
         own = getattr(self._loss, "reduction", self._reduction)
         if own != self._reduction:
             raise UsageError(f"the loss has reduction {own!r}, the runner {self._reduction!r}")
