@@ -35,6 +35,7 @@ from stagelink.exchange.connect import connect
 from stagelink.exchange.handler import Handler
 from stagelink.exchange.handles import RecvHandle, SendHandle
 from stagelink.exchange.session import Session
+from stagelink.exchange.threads import in_one_process
 from stagelink.plan import Plan
 from stagelink.runner import PipelineRunner
 from stagelink.schedule import UNTIL_END, Action, Kind, Verdict, verify
@@ -75,5 +76,6 @@ __all__ = [
     "VerificationError",
     "__version__",
     "connect",
+    "in_one_process",
     "verify",
 ]

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from stagelink.errors import DeadlineError, DisagreementError, TransportError
+from stagelink.transport.contract import Deadline
 from stagelink.transport.host import address_of
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class ReplicaGroup:
         host = address_of(self._comm.plan.control.interface)
         options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
         options._threads = 1
-        options._timeout = timedelta(seconds=self._deadline_s)
+        options._timeout = timedelta(seconds=Deadline(self._deadline_s).remaining_s)
         self._group = gloo(store, self._me, self.size, options)
         if self._dropped:
             self.drop()

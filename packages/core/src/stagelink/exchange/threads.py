@@ -1,0 +1,102 @@
+"""A whole pipeline in one process, a thread for each rank: for a debugger, and for notebooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from torch.distributed import HashStore
+
+from stagelink.errors import AbortedError, PeerClosedError
+from stagelink.exchange.connect import connect
+from stagelink.plan import LinkRule, Plan
+from stagelink.transport.loopback import Loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stagelink.exchange.handler import Handler
+
+__all__ = ["in_one_process"]
+
+T = TypeVar("T")
+
+
+def in_one_process(plan: Plan, work: Callable[[Handler], T]) -> list[T]:
+    """Run ``work(comm)`` for every rank of a plan, each on a thread of this process.
+
+    Everything is as with processes, with the same results, but for three things: all stages are
+    on the CPU, all links go by ``loopback``, and nothing waits with a deadline, so that a debugger
+    may stop a rank for as long as it likes. Ctrl-C ends all ranks.
+
+    Args:
+        plan: whatever it says of devices, links and time is put aside.
+        work: what a rank does; `stagelink.Handler.rank` tells which one it is.
+
+    Returns:
+        What each rank's work returned, by rank.
+
+    Raises:
+        Exception: what a rank's work raised, as it was, of the rank where it began.
+    """
+    plan = _for_threads(plan)
+    store = HashStore()
+    handlers: list[Handler] = []
+    futures: list[Future[T]] = [Future() for _ in range(plan.world_size)]
+
+    def enter(rank: int) -> T:
+        with connect(
+            plan, rank=rank, world_size=plan.world_size, store=store, run_id="one process"
+        ) as comm:
+            handlers.append(comm)
+            return work(comm)
+
+    threads = [
+        # Daemons, so that one which hangs in the user's code cannot hold up the process's end.
+        threading.Thread(
+            target=_settle, args=(future, partial(enter, rank)), name=f"rank {rank}", daemon=True
+        )
+        for rank, future in enumerate(futures)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:
+        for comm in handlers:
+            comm.abort(error)
+        raise
+    _raise_first([future.exception() for future in futures])
+    return [future.result() for future in futures]
+
+
+def _settle(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # handed to the thread that waits
+        future.set_exception(error)
+
+
+def _raise_first(ends: Sequence[BaseException | None]) -> None:
+    """Raise the error where it began, if there is one: the others only heard of it."""
+    errors = [end for end in ends if end is not None]
+    heard = (AbortedError, PeerClosedError)
+    for error in sorted(errors, key=lambda error: isinstance(error, heard)):
+        raise error
+
+
+def _for_threads(plan: Plan) -> Plan:
+    limits = dataclasses.replace(plan.limits, deadline_s=math.inf, first_deadline_s=math.inf)
+    return dataclasses.replace(
+        plan,
+        stages=tuple(dataclasses.replace(stage, device="cpu") for stage in plan.stages),
+        rules=(LinkRule(0, (Loopback.name,)),),
+        transports={},
+        servers=None,
+        limits=limits,
+    )
