@@ -130,8 +130,8 @@ def test_a_wrong_value(
         ),
         (
             "pipeline.routing",
-            "diagonal",
-            "pipeline.routing: unknown routing 'diagonal'; this version has 'round_robin'",
+            "diagonl",
+            "pipeline.routing: unknown routing 'diagonl' (did you mean 'diagonal'?); this version",
         ),
         (
             "stages.0.device",

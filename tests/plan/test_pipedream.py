@@ -150,3 +150,11 @@ def test_a_missing_map(tmp_path: Path) -> None:
 def test_not_json(text: str, reason: str, tmp_path: Path) -> None:
     (line,) = refusal(tmp_path, text)
     assert line.startswith(reason)
+
+
+def test_its_own_routing_may_be_asked_for(tmp_path: Path) -> None:
+    plan = load(tmp_path, configuration([4, 3, 1]) | {"routing": "diagonal"})
+    assert plan.routing == "diagonal"
+    assert verify(plan).ok
+    (line,) = refusal(tmp_path, configuration([1, 1]) | {"routing": "diagnal"})
+    assert "unknown routing 'diagnal' (did you mean 'diagonal'?)" in line

@@ -320,6 +320,22 @@ def test_shapes_that_people_ran(replicas: tuple[int, ...], rank_pool: RankPool) 
     assert {summary.items for _, summary, _, _ in trained} == {50}
 
 
+@pytest.mark.parametrize("replicas", [(3, 2), (2, 4), (1, 3, 1)], ids=str)
+@pytest.mark.parametrize("count", [3, 14])
+def test_the_diagonal(replicas: tuple[int, ...], count: int, rank_pool: RankPool) -> None:
+    """Replicas may differ by more than one microbatch; each still takes part in every round."""
+    shapes = line(len(replicas))
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan(
+        replicas, tensors_of(shapes), schedule="pipedream", microbatches=1, routing="diagonal"
+    )
+    trained = ranks.run(plan, train, shapes, [2] * count, quick_sgd)
+    assert {summary.items for _, summary, _, _ in trained} == {2 * count}
+    for stage in range(len(replicas)):
+        mine = [found for where, _, found, _ in trained if where == stage]
+        assert all(largest_difference(mine[0], other) == 0 for other in mine)
+
+
 # -- versions ------------------------------------------------------------------------------------
 
 

@@ -115,8 +115,8 @@ class Handler:
         place = (self.plan, self.rank)
         session = session_class()(number, opening, place, self._engine.mail)
         own = takewhile(session.has, session.mine) if until_end else session.mine
-        warm_up = verdict.warm_up[self.stage.index]
-        by_schedule = actions_of(self.plan, self.stage, own, warm_up, mode)
+        session.warm_up = verdict.warm_up[self.stage.index]
+        by_schedule = actions_of(self.plan, self.stage, own, session.warm_up, mode)
         if actions is not None:
             session.actions = tuple(actions.get(self.rank, ()))
         else:

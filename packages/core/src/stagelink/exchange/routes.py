@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from math import lcm
 from typing import TYPE_CHECKING
 
 from stagelink.errors import UsageError
-from stagelink.schedule import microbatches_of, rank_for
+from stagelink.schedule import microbatches_of, period, rank_for
 from stagelink.transport.header import Direction
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Routes:
         self._inputs = _by_name(plan.inputs(self._stage.index))
         self._microbatches = microbatches
         # Ways repeat with this period. Found afresh, they would be a tenth of a small message.
-        self._period = lcm(*(stage.replicas for stage in plan.stages))
+        self._period = lcm(*(period(stage) for stage in plan.stages))
         self._ways_out: dict[tuple[str, int], list[WayOut]] = {}
         self._ways_back: dict[tuple[str, int], list[WayIn]] = {}
         self._ways_in: dict[tuple[str, int], WayIn] = {}
@@ -100,10 +101,10 @@ class Routes:
         self._place_of(microbatch)
         return None if name is None else self.incoming(name, microbatch)
 
-    def end(self, microbatches: int) -> range:
+    def end(self, microbatches: int) -> Sequence[int]:
         """The session turns out to have so many microbatches; those of them that are `mine`."""
         self._microbatches = microbatches
-        self.mine = range(self.mine.start, microbatches, self.mine.step)
+        self.mine = microbatches_of(self._stage, self._plan.replica_of(self._rank), microbatches)
         return self.mine
 
     def _place_of(self, microbatch: int) -> int:
@@ -147,6 +148,7 @@ def _by_name(edges: Sequence[Edge]) -> dict[str, list[Edge]]:
     return dict(names)
 
 
-def _listed(mine: range) -> str:
-    some = ", ".join(map(str, mine[:_SHOWN]))
-    return f"{some}, …" if len(mine) > _SHOWN else (some or "none")
+def _listed(mine: Sequence[int]) -> str:
+    first = [*islice(mine, _SHOWN + 1)]
+    some = ", ".join(map(str, first[:_SHOWN]))
+    return f"{some}, …" if len(first) > _SHOWN else (some or "none")

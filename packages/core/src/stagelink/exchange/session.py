@@ -46,6 +46,7 @@ class Session:
         mine: ids of the microbatches that this replica handles, ascending.
         actions: what this rank does, in the schedule's order; until the end, an iterator that asks
             `has` before each forward.
+        warm_up: forwards of this stage ahead of its first backward.
         open: whether it has not been left.
     """
 
@@ -62,6 +63,7 @@ class Session:
         self.microbatches = opening.microbatches
         self.items = opening.items
         self.actions: Iterable[Action] = ()
+        self.warm_up = 0
         self._routes = Routes(self._plan, self._rank, mail, self.microbatches)
         self.mine = self._routes.mine
         self._terms = Terms(self.mode == "train", mail.out.inline_bytes)

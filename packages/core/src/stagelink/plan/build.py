@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from stagelink.plan.diagonal import diagonal
 from stagelink.plan.dtypes import DTYPE_BY_NAME
 from stagelink.plan.model import Edge, Stage, Tensor
 from stagelink.plan.rules import LinkRule
@@ -20,8 +21,11 @@ _T = TypeVar("_T")
 
 def stages_of(document: Document) -> tuple[Stage, ...]:
     """The stages, in the order of the file, which is the pipeline's."""
+    turns: list[tuple[int, ...] | None] = [None] * len(document.stages)
+    if document.pipeline.routing == "diagonal":
+        turns = [*diagonal([len(table.ranks) for table in document.stages])]
     return tuple(
-        Stage(index, table.name, tuple(table.ranks), table.device, table.warm_up)
+        Stage(index, table.name, tuple(table.ranks), table.device, table.warm_up, turns[index])
         for index, table in enumerate(document.stages)
     )
 

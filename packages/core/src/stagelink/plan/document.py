@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from stagelink.plan.dtypes import DTYPE_BY_NAME, MAX_DIMS
-from stagelink.plan.model import SCHEDULES, Control, Limits
+from stagelink.plan.model import ROUTINGS, SCHEDULES, Control, Limits
 from stagelink.plan.problems import unknown
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _Seconds = Annotated[float, Field(gt=0)]
 _Device = Annotated[str, AfterValidator(_one_of("device", ("cpu", "cuda")))]
 _DType = Annotated[str, AfterValidator(_one_of("dtype", DTYPE_BY_NAME))]
 _Schedule = Annotated[str, AfterValidator(_one_of("schedule", SCHEDULES))]
-_Routing = Annotated[str, AfterValidator(_one_of("routing", ("round_robin",)))]
+_Routing = Annotated[str, AfterValidator(_one_of("routing", ROUTINGS))]
 
 
 class _Table(BaseModel):

@@ -7,6 +7,7 @@ from functools import cached_property
 
 __all__ = [
     "ASYNCHRONOUS",
+    "ROUTINGS",
     "SCHEDULES",
     "WITH_WARM_UP",
     "Control",
@@ -21,6 +22,9 @@ ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw"})
 
 WITH_WARM_UP = ASYNCHRONOUS | {"1f1b"}
 """Schedules in which forwards and backwards take turns after a warm-up of forwards."""
+
+ROUTINGS = ("round_robin", "diagonal")
+"""Every routing, by its word in a plan's file."""
 
 SCHEDULES = ("1f1b", "gpipe", "pipedream", "pipedream_2bw", "forward")
 """Every schedule, by its word in a plan's file."""
@@ -37,6 +41,7 @@ class Stage:
             server.
         device: kind of device its tensors live on, ``"cpu"`` or ``"cuda"`` (the local rank's).
         warm_up: forwards ahead of the first backward as set by hand; None: the schedule's.
+        turns: the replica of microbatch 0, 1, …, which then repeats; None: round robin.
     """
 
     index: int
@@ -44,6 +49,7 @@ class Stage:
     ranks: tuple[int, ...]
     device: str = "cpu"
     warm_up: int | None = None
+    turns: tuple[int, ...] | None = None
 
     @property
     def replicas(self) -> int:

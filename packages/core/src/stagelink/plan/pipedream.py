@@ -3,7 +3,8 @@
 Such a file maps modules to stages and stages to ranks, and may give each stage's warm-up
 (``stage_to_depth_map``); numbers of stages may be written as strings or, as in one of the files
 that PipeDream ships, as bare integers, which is no JSON. Nothing is said of tensors: each stage
-gives ``out<i>`` to the next, and the first gives ``target`` to the last.
+gives ``out<i>`` to the next, and the first gives ``target`` to the last. A key ``routing`` of
+ours may ask for PipeDream's ``"diagonal"``.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class _Configuration(BaseModel):
     stage_to_rank_map: Annotated[
         dict[_Number, _Ranks], BeforeValidator(_with_numbers), Field(min_length=1)
     ]
+    routing: str = "round_robin"
     stage_to_depth_map: (
         Annotated[dict[_Number, _Number], BeforeValidator(_with_numbers)] | None
     ) = None
@@ -160,7 +162,12 @@ def _as_plan(found: _Configuration, name: str) -> dict[str, Any]:
     if tensors:
         tensors.append({"name": "target", "from": names[0], "to": [names[-1]], "grad": False})
     return {
-        "pipeline": {"name": name or "pipeline", "schedule": "pipedream", "microbatches": 1},
+        "pipeline": {
+            "name": name or "pipeline",
+            "schedule": "pipedream",
+            "microbatches": 1,
+            "routing": found.routing,
+        },
         "stages": stages,
         "tensors": tensors,
     }

@@ -40,7 +40,7 @@ class Plan:
         edges: sorted by tensor name and place among its consumers; ``edges[i].index == i``.
         rules: the link rules; the first that matches a link decides, and none means ``auto``.
         servers: the ranks of each server; None: found at connect.
-        routing: which replica handles a microbatch: ``"round_robin"``.
+        routing: which replica handles a microbatch: ``"round_robin"`` or ``"diagonal"``.
         window: microbatches in flight per edge and peer in hand-driven sessions; None: by the
             schedule.
         transports: options by name of transport, as written; the transport checks them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     import torch
 
@@ -27,7 +27,7 @@ class Feed:
         microbatches: their microbatches: the number of the next one.
     """
 
-    def __init__(self, batches: Iterator[Batch], mine: range) -> None:
+    def __init__(self, batches: Iterator[Batch], mine: Container[int]) -> None:
         self._source = batches
         self._mine = mine
         self._parts: dict[int, dict[str, torch.Tensor]] = {}

@@ -17,7 +17,7 @@ from stagelink.runner.feed import Feed
 from stagelink.runner.names import TARGET
 from stagelink.runner.passage import Passage
 from stagelink.runner.versions import Versions
-from stagelink.schedule import UNTIL_END, Kind, choose_warm_up, rounds_per_update, version_for
+from stagelink.schedule import UNTIL_END, Kind, most_of_one, rounds_per_update, version_for
 
 if TYPE_CHECKING:
     from stagelink.exchange.handler import Handler
@@ -108,8 +108,8 @@ class Flow:
                 bar.update()
                 if rounds % per_update == 0:
                     self._next_version(passage.versions, takes_part=True)
-        if rounds < -(-session.microbatches // self._comm.stage.replicas):
-            self._next_version(passage.versions, takes_part=False)  # the others have one more
+        for _ in range(rounds, most_of_one(self._comm.stage, session.microbatches)):
+            self._next_version(passage.versions, takes_part=False)  # the others have more
 
     def _next_version(self, versions: Versions, *, takes_part: bool) -> None:
         versions.about_to_update()
@@ -134,7 +134,7 @@ class _FlowPassage(Passage):
         self._stage = comm.stage
         self._feed = feed
         self._rounds = 0
-        self._warm_up = choose_warm_up(comm.plan)[comm.stage.index]
+        self._warm_up = session.warm_up
         two = comm.plan.schedule == "pipedream_2bw"
         direct = self._warm_up == 0 and not two
         self.versions = Versions(station.module, direct=direct, two=two)

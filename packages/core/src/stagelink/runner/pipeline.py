@@ -19,6 +19,7 @@ from stagelink.runner.step import OptimizerStep
 from stagelink.runner.stream import Output, stream
 from stagelink.runner.summary import Clock, Summary, shares_of_all
 from stagelink.runner.sync import ReplicaSync
+from stagelink.schedule import replica_for
 
 if TYPE_CHECKING:
     from stagelink.exchange.handler import Handler
@@ -130,7 +131,7 @@ class PipelineRunner:
             passed.run(self._comm.train, batches, work, self._title("train"))
         if self._sync is not None and passed.microbatches:
             with clock.waiting:
-                self._sync.copy_buffers((passed.microbatches - 1) % self._comm.stage.replicas)
+                self._sync.copy_buffers(replica_for(self._comm.stage, passed.microbatches - 1))
         return self._summary(passed, station)
 
     def _flow(

@@ -11,7 +11,15 @@ from stagelink.schedule.actions import (
     actions_of,
 )
 from stagelink.schedule.memory import message_bytes
-from stagelink.schedule.routing import microbatches_of, pairs, peers, rank_for, replica_for
+from stagelink.schedule.routing import (
+    microbatches_of,
+    most_of_one,
+    pairs,
+    peers,
+    period,
+    rank_for,
+    replica_for,
+)
 from stagelink.schedule.verify import Verdict, require, verify
 from stagelink.schedule.versions import rounds_per_update, version_for
 from stagelink.schedule.walk import Walked, walk
@@ -36,8 +44,10 @@ __all__ = [
     "least_warm_up",
     "message_bytes",
     "microbatches_of",
+    "most_of_one",
     "pairs",
     "peers",
+    "period",
     "rank_for",
     "replica_for",
     "require",

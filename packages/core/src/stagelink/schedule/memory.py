@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from stagelink.plan.dtypes import DTYPE_BY_NAME
-from stagelink.schedule.routing import cycle, rank_for
+from stagelink.schedule.routing import channels, pairs, rank_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,9 +58,14 @@ def _held_in_training(
     """For each rank at an end of the edge and each of its peers there, how many messages."""
     source, target = plan.stages[edge.source], plan.stages[edge.target]
     returns = edge.tensor.grad and plan.schedule != "forward"
-    period = cycle(plan, edge)
-    for first in range(min(period, microbatches)):
-        messages = min(window, len(range(first, microbatches, period)))
+    of_edge = channels(plan, edge)
+    sent: Counter[int] = Counter()
+    first_of: dict[int, int] = {}
+    for first, channel in enumerate(of_edge[:microbatches]):
+        first_of.setdefault(channel, first)
+        sent[channel] += len(range(first, microbatches, len(of_edge)))
+    for channel, first in first_of.items():
+        messages = min(window, sent[channel])
         yield rank_for(target, first), messages
         if returns:
             yield rank_for(source, first), messages
@@ -68,7 +74,7 @@ def _held_in_training(
 def _held_in_evaluation(plan: Plan, stage: Stage, windows: Sequence[int]) -> int | None:
     held: int | None = 0
     for edge in plan.inputs(stage.index):
-        senders = cycle(plan, edge) // stage.replicas
+        senders = max(Counter(target for _, target in pairs(plan, edge)).values())
         held = _plus(held, senders * windows[edge.index], message_bytes(edge.tensor))
     return held
 

@@ -2,30 +2,45 @@
 
 Round robin: microbatch ``g`` runs on replica ``g mod R`` of a stage of ``R`` replicas. So any
 counts of replicas and of microbatches fit, and nothing has to be remembered between messages.
+PipeDream's diagonal is a table per stage, see `stagelink.plan.diagonal`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     from stagelink.plan import Edge, Plan, Stage
 
-__all__ = ["cycle", "microbatches_of", "pairs", "peers", "rank_for", "replica_for"]
+__all__ = [
+    "channels",
+    "cycle",
+    "microbatches_of",
+    "most_of_one",
+    "pairs",
+    "peers",
+    "period",
+    "rank_for",
+    "replica_for",
+]
 
 
 def replica_for(stage: Stage, microbatch: int) -> int:
     """The replica of the stage that handles the microbatch."""
-    return microbatch % stage.replicas
+    if stage.turns is None:
+        return microbatch % stage.replicas
+    return stage.turns[microbatch % len(stage.turns)]
 
 
 def rank_for(stage: Stage, microbatch: int) -> int:
     """The rank that handles the microbatch for the stage."""
-    return stage.ranks[microbatch % stage.replicas]
+    return stage.ranks[replica_for(stage, microbatch)]
 
 
-def microbatches_of(stage: Stage, replica: int, microbatches: int) -> range:
+def microbatches_of(stage: Stage, replica: int, microbatches: int) -> Sequence[int]:
     """The microbatches that the replica handles, ascending; none where there are too few.
 
     Args:
@@ -33,23 +48,90 @@ def microbatches_of(stage: Stage, replica: int, microbatches: int) -> range:
         replica: the replica's number in it.
         microbatches: how many the session has in the whole pipeline.
     """
-    return range(replica, microbatches, stage.replicas)
+    if stage.turns is None:
+        return range(replica, microbatches, stage.replicas)
+    return _Repeating(_places(stage.turns, replica), len(stage.turns), microbatches)
+
+
+def most_of_one(stage: Stage, microbatches: int) -> int:
+    """How many microbatches the replica of the stage has that has the most."""
+    return max(len(microbatches_of(stage, r, microbatches)) for r in range(stage.replicas))
+
+
+class _Repeating(Sequence[int]):
+    """Numbers below a bound whose places in a period are given, ascending."""
+
+    def __init__(self, places: Sequence[int], period: int, bound: int) -> None:
+        self._places = places
+        self._numbers = {place: number for number, place in enumerate(places)}
+        self._period = period
+        self._bound = bound
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._bound, self._period)
+        return whole * len(self._places) + sum(place < rest for place in self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        whole, number = divmod(index, len(self._places))
+        value = whole * self._period + self._places[number]
+        if index < 0 or value >= self._bound:
+            raise IndexError(index)
+        return value
+
+    def __contains__(self, value: object) -> bool:
+        return (
+            isinstance(value, int)
+            and 0 <= value < self._bound
+            and value % self._period in self._numbers
+        )
+
+    def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
+        """The place of a number that is in it."""
+        del start, stop  # nobody looks for it twice
+        if value not in self:
+            raise ValueError(f"{value} is not one of these")
+        whole, place = divmod(value, self._period)
+        return whole * len(self._places) + self._numbers[place]
+
+
+@lru_cache
+def _places(turns: tuple[int, ...], replica: int) -> tuple[int, ...]:
+    return tuple(place for place, turn in enumerate(turns) if turn == replica)
+
+
+def period(stage: Stage) -> int:
+    """Microbatches after which the replicas of a stage come in the same order again."""
+    return stage.replicas if stage.turns is None else len(stage.turns)
 
 
 def cycle(plan: Plan, edge: Edge) -> int:
-    """Microbatches after which the pairs of ranks that talk on the edge repeat.
+    """Microbatches after which the pairs of ranks that talk on the edge repeat."""
+    return math.lcm(period(plan.stages[edge.source]), period(plan.stages[edge.target]))
 
-    Within one cycle no pair comes twice, so it is also how many pairs there are.
-    """
-    return math.lcm(plan.stages[edge.source].replicas, plan.stages[edge.target].replicas)
+
+def channels(plan: Plan, edge: Edge) -> Sequence[int]:
+    """For each microbatch of a cycle the number, from 0, of the pair of ranks that it goes by."""
+    source, target = plan.stages[edge.source], plan.stages[edge.target]
+    if source.turns is None and target.turns is None:
+        return range(cycle(plan, edge))  # no pair comes twice
+    numbers: dict[tuple[int, int], int] = {}
+    ends = ((rank_for(source, g), rank_for(target, g)) for g in range(cycle(plan, edge)))
+    return [numbers.setdefault(pair, len(numbers)) for pair in ends]
 
 
 def pairs(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
     """The (source rank, target rank) pairs that ever talk on the edge, ascending."""
     source, target = plan.stages[edge.source], plan.stages[edge.target]
-    return tuple(
-        sorted((rank_for(source, g), rank_for(target, g)) for g in range(cycle(plan, edge)))
-    )
+    ends = ((rank_for(source, g), rank_for(target, g)) for g in range(cycle(plan, edge)))
+    return tuple(sorted(set(ends)))
 
 
 def peers(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagelink.schedule.routing import cycle
+from stagelink.schedule.routing import channels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,12 +33,12 @@ class Tokens:
         self._gradients = messages
         self._releases = 2 * messages
         self._places: list[int] = []
-        self._cycles = [cycle(plan, edge) for edge in plan.edges]
+        self._channels = [channels(plan, edge) for edge in plan.edges]
         self._count = self._releases + plan.world_size
-        for period in self._cycles:
+        for of_edge in self._channels:
             self._places.append(self._count)
             # Replicas without a common factor may need more microbatches than there are.
-            self._count += min(period, microbatches)
+            self._count += max(of_edge[:microbatches], default=-1) + 1
 
     def message(self, edge: int, microbatch: int) -> int:
         """A message that has arrived."""
@@ -54,7 +54,8 @@ class Tokens:
 
     def place(self, edge: int, microbatch: int) -> int:
         """A free place on the channel that the microbatch takes along the edge."""
-        return self._places[edge] + microbatch % self._cycles[edge]
+        of_edge = self._channels[edge]
+        return self._places[edge] + of_edge[microbatch % len(of_edge)]
 
     def at_start(self, windows: Sequence[int]) -> list[int]:
         """How many there are of each at first: nothing has arrived, and the windows are free.

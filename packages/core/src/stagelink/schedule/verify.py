@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from math import lcm
 from typing import TYPE_CHECKING
 
 from stagelink.errors import PlanError, VerificationError
@@ -12,10 +11,10 @@ from stagelink.plan.problems import quoted
 from stagelink.schedule.actions import UNTIL_END, actions_for
 from stagelink.schedule.checks import action_problems
 from stagelink.schedule.memory import receive_bytes
+from stagelink.schedule.search import find_warm_up, until_it_repeats
 from stagelink.schedule.versions import version_problems
 from stagelink.schedule.waits import circle, describe
 from stagelink.schedule.walk import walk
-from stagelink.schedule.warmup import choose_warm_up
 from stagelink.schedule.windows import at_least_two, forward_windows, training_windows
 
 if TYPE_CHECKING:
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["Verdict", "require", "verify"]
 
 _MOST_PROBLEMS = 20
-_LONG_WALK = 10_000
-"""Microbatches of a walk that stands for one without an end; replicas without a common factor
-would take more to repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +87,14 @@ def verify(
     if microbatches is None:
         microbatches = UNTIL_END if plan.asynchronous else plan.microbatches
     count = _counted(microbatches)
-    warm_up = choose_warm_up(plan) if plan.has_warm_up else (0,) * len(plan.stages)
+    warm_up = find_warm_up(plan) if plan.has_warm_up else (0,) * len(plan.stages)
     if count == UNTIL_END:
         if plan.schedule == "gpipe":
             raise PlanError(
                 "microbatches: a session until the end has no last microbatch to turn at, which "
                 "the schedule 'gpipe' waits for; take '1f1b', or say how many"
             )
-        count = _until_it_repeats(plan, warm_up)
+        count = until_it_repeats(plan, warm_up)
     programs, problems = _programs(plan, count, warm_up, actions)
     by_need = actions is not None and plan.window is None
     given = None if by_need else training_windows(plan, count, warm_up)
@@ -130,13 +126,6 @@ def _counted(microbatches: object) -> int:
     return microbatches
 
 
-def _until_it_repeats(plan: Plan, warm_up: Sequence[int]) -> int:
-    """Microbatches that take every stage through its warm-up and twice through the routing."""
-    replicas = [stage.replicas for stage in plan.stages]
-    ahead = max((w + 1) * r for w, r in zip(warm_up, replicas, strict=True))
-    return min(ahead + 2 * lcm(*replicas), max(_LONG_WALK, 2 * ahead))
-
-
 def _programs(
     plan: Plan,
     microbatches: int,
@@ -162,7 +151,7 @@ def _advice(plan: Plan) -> str:
     texts = []
     if by_hand:
         free = tuple(dataclasses.replace(stage, warm_up=None) for stage in plan.stages)
-        safe = choose_warm_up(dataclasses.replace(plan, stages=free))
+        safe = find_warm_up(dataclasses.replace(plan, stages=free))
         values = ", ".join(map(str, safe))
         texts.append(
             f"leave out the warm_up of {quoted(by_hand)}: {values} is safe, stage by stage"

@@ -55,6 +55,9 @@ def version_problems(plan: Plan, warm_up: Sequence[int]) -> Iterator[str]:
     """
     if plan.schedule != "pipedream_2bw":
         return
+    if plan.routing != "round_robin":
+        yield "pipedream_2bw goes with round_robin, where all replicas have as many of a batch"
+        return
     for stage, ahead in zip(plan.stages, warm_up, strict=True):
         count, replicas = plan.microbatches, stage.replicas
         least = max(ahead, 1) * replicas

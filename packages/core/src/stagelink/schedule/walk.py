@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagelink.schedule.actions import Kind
-from stagelink.schedule.routing import microbatches_of, rank_for
+from stagelink.schedule.routing import microbatches_of, most_of_one, rank_for
 from stagelink.schedule.tokens import Tokens
 from stagelink.schedule.waits import Step, Wait
 
@@ -111,6 +111,8 @@ class _Walk:
         self._given: list[tuple[int, int]] = []
         self._peaks = [0] * len(plan.edges)
         self._at_barrier = [0] * len(plan.stages)
+        self._idle: list[list[int]] = [[] for _ in plan.stages]
+        self._most = [most_of_one(stage, microbatches) for stage in plan.stages]
         self._sources = [plan.stages[edge.source] for edge in plan.edges]
         self._targets = [plan.stages[edge.target] for edge in plan.edges]
         self._parts = [self._parts_of(stage) for stage in plan.stages]
@@ -231,14 +233,18 @@ class _Walk:
         """One more replica has come to the stage's barrier; the last one releases all."""
         self._at_barrier[stage.index] += 1
         if self._at_barrier[stage.index] == stage.replicas:
-            self._at_barrier[stage.index] = 0
             self._given += [(self._tokens.release(rank), rank) for rank in stage.ranks]
+            idle = [more - 1 for more in self._idle[stage.index] if more > 1]
+            self._idle[stage.index] = idle
+            self._at_barrier[stage.index] = len(idle)
 
     def _join_idle(self, walker: _Walker) -> None:
-        """Take part in the one backward more that some replicas of the stage have, if they do."""
+        """Take part in the backwards that other replicas of the stage have more, if they do."""
         replica = self._plan.replica_of(walker.rank)
         own = len(microbatches_of(walker.stage, replica, self._microbatches))
-        if own < len(microbatches_of(walker.stage, 0, self._microbatches)):
+        more = self._most[walker.stage.index] - own
+        if more:
+            self._idle[walker.stage.index].append(more)
             self._join_barrier(walker.stage)
 
     def _wait_of(self, walker: _Walker, walkers: Sequence[_Walker]) -> Wait:
