@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from stagelink.plan import Plan
 from stagelink.plan.diagonal import diagonal
 from stagelink.schedule import (
-    Action,
     UNTIL_END,
+    Action,
     microbatches_of,
     pairs,
     rank_for,

@@ -47,7 +47,7 @@ def find_warm_up(plan: Plan) -> tuple[int, ...]:
 def until_it_repeats(plan: Plan, warm_up: Sequence[int]) -> int:
     """Microbatches that take every stage through its warm-up and twice through the routing.
 
-    Fewer where nothing was set by hand: there the formula is the proof, and the walk a check of it.
+    Fewer where nothing was set by hand: there the formula is the proof, the walk a check of it.
     """
     by_hand = plan.window is not None or any(s.warm_up is not None for s in plan.stages)
     if plan.routing == "round_robin" and not by_hand:
