@@ -31,6 +31,13 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def transformer(session: nox.Session) -> None:
+    """Train a transformer on bytes with weights that change on the way, then flushed."""
+    session.install(*CONSTRAINTS, *EDITABLE)
+    session.run("python", "examples/bytes_transformer/train.py", *session.posargs)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments go to pytest."""
     session.install(*CONSTRAINTS, *EDITABLE, *_group("tests"))

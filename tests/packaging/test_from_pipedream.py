@@ -37,11 +37,13 @@ def test_the_depth_map_of_39_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_function_of_the_handler_has_a_row() -> None:
-    names = """__init__ is_gpu_to_gpu_comm register_tensor initialize setup_queues
-    set_tensor_shapes set_counter wait num_iterations_for_helper_threads start_helper_threads start_helper_thread
+    names = """
+    __init__ is_gpu_to_gpu_comm register_tensor initialize setup_queues set_tensor_shapes
+    set_counter wait num_iterations_for_helper_threads start_helper_threads start_helper_thread
     create_process_groups setup_messaging_schedule get_messaging_index increment_messaging_index
     recv_helper_thread_args send_helper_thread_args recv send recv_helper_thread
-    send_helper_thread _recv _send"""
+    send_helper_thread _recv _send
+    """
     first_column = " ".join(line.split("|")[1] for line in PAGE.splitlines() if line[:1] == "|")
     for name in names.split():
         assert re.search(rf"`{re.escape(name)}[`(]", first_column), name
