@@ -34,7 +34,7 @@ def demo(session: nox.Session) -> None:
 def transformer(session: nox.Session) -> None:
     """Train a transformer on bytes with weights that change on the way, then flushed."""
     session.install(*CONSTRAINTS, *EDITABLE)
-    session.run("python", "examples/bytes_transformer/train.py", *session.posargs)
+    session.run("python", "examples/bytes_transformer/compare.py", *session.posargs)
 
 
 @nox.session

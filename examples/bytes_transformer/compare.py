@@ -1,6 +1,6 @@
 """Train a transformer on bytes without ever emptying the pipeline, then flushed, and compare.
 
-``python train.py`` starts the ranks of the plan twice, with the schedules ``pipedream`` and
+``python compare.py`` starts the ranks of the plan twice, with the schedules ``pipedream`` and
 ``1f1b``, shows how the loss falls, and leaves what came of it in ``result.json``.
 """
 
