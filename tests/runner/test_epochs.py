@@ -381,7 +381,6 @@ def test_what_cannot_be_trained_says_so(pipeline: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"loss": None}, "rank 2 holds the last stage, 's1': give the runner a loss"),
         ({"reduction": "none"}, "reduction 'none': must be one of ('mean', 'sum')"),
         (
             {"loss": torch.nn.MSELoss(reduction="sum")},
