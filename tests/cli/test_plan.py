@@ -117,6 +117,20 @@ def test_a_narrow_terminal_is_no_problem(invoke: Invoke, write: Write, columns: 
     assert invoke("plan", write((2, 1), FAST), columns=columns).exit_code == 0
 
 
+def test_a_window_by_hand_is_held_against_the_schedules_own(invoke: Invoke, write: Write) -> None:
+    text = said(invoke("plan", write((1, 1, 1), FAST, tensor=DECLARED, window=4)))
+    assert (
+        "window = 4 by hand: the schedule's own windows are 2, 3; all 4 microbatches take 12 "
+        "rounds, as without; rank 0 may have to hold 32 bytes instead of 24 bytes; "
+    ) in text
+    forward = write((1, 1, 1), FAST, schedule="forward", microbatches=9, window=1)
+    text = said(invoke("plan", forward))
+    assert "own windows are 2; all 9 microbatches take 19 rounds, instead of 11" in text
+    refused = said(invoke("plan", write((1, 1, 1), FAST, window=1)))
+    assert "window = 1 by hand: the schedule's own windows are 2, 3 Refused:" in refused
+    assert "by hand" not in said(invoke("plan", write((1, 1), FAST)))
+
+
 def test_names_are_shown_as_they_are(invoke: Invoke, write: Write) -> None:
     path = write((1, 1), FAST)
     path.write_text(path.read_text().replace('"a"', '"a[red]:bug:"'))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 from rich.text import Text
 
+from stagelink.cli.by_hand import window_by_hand
 from stagelink.cli.output import new_table
 from stagelink.plan.problems import ranges
 
@@ -40,6 +41,9 @@ def plan_tables(
     yield _heading(plan)
     yield _stages(plan, verdict)
     yield _links(plan, links)
+    by_hand = window_by_hand(plan, verdict)
+    if by_hand is not None:
+        yield Text(by_hand)
     yield from _conclusion(verdict, problem)
 
 
