@@ -11,7 +11,8 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Invoke, Site
+    from tests.cli.conftest import Invoke
+    from tests.support.site import Site
 
 
 def finding(invoke: Invoke, name: str, kind: str = "transports") -> dict[str, Any]:

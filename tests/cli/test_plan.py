@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from click.testing import Result
 
-    from tests.cli.conftest import Invoke, Site, Write
+    from tests.cli.conftest import Invoke, Write
+    from tests.support.site import Site
 
 FAST = '[[links]]\ntransport = "fast"\n'
 DECLARED = 'dtype = "float32"\nshape = [2]\n'

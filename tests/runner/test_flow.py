@@ -126,6 +126,22 @@ def train_delayed(
     return modules, total / items
 
 
+def train_pipedream(
+    shapes: Sequence[Shape],
+    make_optimizer: Callable[[torch.nn.Module], Any],
+    batches: Batches,
+    parts: int,
+    replicas: Sequence[int],
+) -> tuple[list[Toy], float]:
+    """Round ``k`` on the weights after ``k - W`` updates; an update per round."""
+    warm_up = safe_warm_up(replicas)
+
+    def version(stage: int, number: int) -> int:
+        return max(0, number // replicas[stage] - warm_up[stage])
+
+    return train_delayed(shapes, make_optimizer, batches, parts, version, replicas, mean=True)
+
+
 # -- the pipeline --------------------------------------------------------------------------------
 
 
@@ -158,16 +174,7 @@ def test_pipedream(replicas: tuple[int, ...], make_optimizer: Any, rank_pool: Ra
     shapes, sizes = line(len(replicas)), [9, 8, 3, 7, 2, 1]
     ranks = Ranks(LOOPBACK, rank_pool)
     plan = ranks.plan(replicas, tensors_of(shapes), schedule="pipedream", microbatches=4)
-    warm_up = safe_warm_up(replicas)
-    alone, loss = train_delayed(
-        shapes,
-        make_optimizer,
-        make_batches(sizes),
-        4,
-        lambda stage, number: max(0, number // replicas[stage] - warm_up[stage]),
-        replicas,
-        mean=True,
-    )
+    alone, loss = train_pipedream(shapes, make_optimizer, make_batches(sizes), 4, replicas)
     trained = ranks.run(plan, train, shapes, sizes, make_optimizer)
     check(trained, alone, loss)
     assert (trained[0][1].batches, trained[0][1].items) == (len(sizes), sum(sizes))
@@ -178,37 +185,19 @@ def test_any_number_of_microbatches(count: int, rank_pool: RankPool) -> None:
     shapes, replicas = line(3), (2, 3, 1)
     ranks = Ranks(LOOPBACK, rank_pool)
     plan = ranks.plan(replicas, tensors_of(shapes), schedule="pipedream", microbatches=1)
-    warm_up = safe_warm_up(replicas)
     if not count:
         trained = ranks.run(plan, train, shapes, [], sgd)
         assert all(summary.items == 0 for _, summary, _, _ in trained)
         return
-    alone, loss = train_delayed(
-        shapes,
-        sgd,
-        make_batches([3] * count),
-        1,
-        lambda stage, number: max(0, number // replicas[stage] - warm_up[stage]),
-        replicas,
-        mean=True,
-    )
+    alone, loss = train_pipedream(shapes, sgd, make_batches([3] * count), 1, replicas)
     check(ranks.run(plan, train, shapes, [3] * count, sgd), alone, loss)
 
 
 def test_a_tensor_that_passes_a_stage(rank_pool: RankPool) -> None:
     ranks, replicas = Ranks(LOOPBACK, rank_pool), (2, 1, 1)
     plan = ranks.plan(replicas, tensors_of(SKIP), schedule="pipedream", microbatches=2)
-    warm_up = safe_warm_up(replicas)
     sizes = [4] * 6
-    alone, loss = train_delayed(
-        SKIP,
-        sgd,
-        make_batches(sizes),
-        2,
-        lambda stage, number: max(0, number // replicas[stage] - warm_up[stage]),
-        replicas,
-        mean=True,
-    )
+    alone, loss = train_pipedream(SKIP, sgd, make_batches(sizes), 2, replicas)
     check(ranks.run(plan, train, SKIP, sizes, sgd), alone, loss)
 
 
@@ -216,16 +205,7 @@ def test_processes(rank_pool: RankPool) -> None:
     shapes, replicas, sizes = line(3), (2, 1, 1), [6, 6, 5, 6]
     ranks = Ranks(GLOO, rank_pool)
     plan = ranks.plan(replicas, tensors_of(shapes), schedule="pipedream", microbatches=3)
-    warm_up = safe_warm_up(replicas)
-    alone, loss = train_delayed(
-        shapes,
-        quick_sgd,
-        make_batches(sizes),
-        3,
-        lambda stage, number: max(0, number // replicas[stage] - warm_up[stage]),
-        replicas,
-        mean=True,
-    )
+    alone, loss = train_pipedream(shapes, quick_sgd, make_batches(sizes), 3, replicas)
     check(ranks.run(plan, train, shapes, sizes, quick_sgd), alone, loss)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stagelink.plan import Edge
-    from tests.transport.conftest import Site
+    from tests.support.site import Site
 
 ANY = Capabilities(devices=frozenset({"cpu", "cuda"}), auto_rank=10)
 

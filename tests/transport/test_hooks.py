@@ -21,7 +21,7 @@ from stagelink.transport.relay import Relay
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.transport.conftest import Site
+    from tests.support.site import Site
 
 LINK = Link(0, 1, "fast", "cpu")
 EVENT = Event("send", LINK, "hidden", Direction.FORWARD, 3, 0, 64, 0.5)

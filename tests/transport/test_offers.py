@@ -13,7 +13,7 @@ from stagelink.transport.offers import End, Offer, survey
 from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
-    from tests.transport.conftest import Site
+    from tests.support.site import Site
 
 CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), auto_rank=5)
 LINK = Link(0, 1, "fast", "cpu")

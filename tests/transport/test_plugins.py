@@ -16,7 +16,7 @@ from stagelink.transport.contract import Capabilities, Receiver, Sender, Transpo
 from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
-    from tests.transport.conftest import Site
+    from tests.support.site import Site
 
 WHO = r"distribution 'fast-dist' 1\.0 \(entry point 'fast = fast_module'\) cannot be used: "
 
