@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -93,8 +93,10 @@ def _misused(comm: stagelink.Handler) -> None:
         if comm.rank == 0:
             for mb in range(3):
                 session.send("h", torch.ones(2), mb)
-            with pytest.raises(stagelink.UsageError, match="from 3, not 2"):
-                session.end(2)
+            wrong: tuple[Any, ...] = (2, -1, "3", None, 3.5, True, UNTIL_END, 2**70)
+            for number in wrong:
+                with pytest.raises(stagelink.UsageError, match="from 3, not "):
+                    session.end(number)
             session.end(3)
             with pytest.raises(stagelink.UsageError, match="has 3 microbatches already"):
                 session.end(3)
@@ -106,6 +108,7 @@ def _misused(comm: stagelink.Handler) -> None:
             assert [action.microbatch for action in session.actions] == [0, 1, 2]
             for mb in range(3):
                 session.recv("h", mb)
+        assert not session.has(-1)
     if comm.rank == 0:
         with pytest.raises(stagelink.UsageError, match="lists of actions have an end"):
             comm.train(UNTIL_END, actions={})
@@ -123,6 +126,35 @@ def _gpipe(comm: stagelink.Handler) -> None:
 
 def test_gpipe_has_to_know(ranks: Ranks) -> None:
     ranks.run(ranks.plan(schedule="gpipe"), _gpipe)
+
+
+def _asks_again(comm: stagelink.Handler) -> None:
+    with comm.evaluate(UNTIL_END if comm.rank == 0 else None) as session:
+        if comm.rank == 0:
+            session.send("h", torch.ones(2), 0)
+        else:
+            session.recv("h", 0)
+            assert session.has(0)  # the end is not known yet
+        comm.reduce([0.0])
+        if comm.rank == 0:
+            session.end(1)
+
+
+def test_it_has_what_was_taken_before_the_end(ranks: Ranks) -> None:
+    ranks.run(ranks.plan(), _asks_again)
+
+
+def _nobody_takes_from_both(comm: stagelink.Handler) -> None:
+    with comm.evaluate(UNTIL_END if comm.rank < 2 else None) as session:
+        if comm.rank < 2:
+            session.end(2 + comm.rank)
+        comm.reduce([0.0])
+        comm.reduce([0.0])
+
+
+def test_replicas_of_the_first_stage_tell_each_other(any_ranks: Ranks) -> None:
+    ends = any_ranks.run_to_ends(any_ranks.plan((2, 2)), _nobody_takes_from_both)
+    assert all("their data differ" in end.text for end in ends)
 
 
 def _two_numbers(comm: stagelink.Handler) -> None:

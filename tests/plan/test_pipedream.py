@@ -158,3 +158,14 @@ def test_its_own_routing_may_be_asked_for(tmp_path: Path) -> None:
     assert verify(plan).ok
     (line,) = refusal(tmp_path, configuration([1, 1]) | {"routing": "diagnal"})
     assert "unknown routing 'diagnal' (did you mean 'diagonal'?)" in line
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"'])
+def test_no_object(text: str, tmp_path: Path) -> None:
+    (line,) = refusal(tmp_path, text)
+    assert line.endswith("must be a table")
+
+
+def test_a_number_written_in_two_ways(tmp_path: Path) -> None:
+    found = configuration([1, 1]) | {"stage_to_rank_map": {"0": [0], "00": [1]}}
+    assert any(line.startswith("stage_to_rank_map.00") for line in refusal(tmp_path, found))

@@ -316,6 +316,69 @@ def test_the_diagonal(replicas: tuple[int, ...], count: int, rank_pool: RankPool
         assert all(largest_difference(mine[0], other) == 0 for other in mine)
 
 
+def _summed(comm: Handler) -> Trained:
+    module = build(line(2), comm.stage.index)
+    runner = PipelineRunner(
+        comm, module, loss=_sum_loss, optimizer=quick_sgd(module), reduction="sum"
+    )
+    summary = runner.train(make_batches([4, 4, 4]) if comm.stage.index == 0 else None)
+    return comm.stage.index, summary, weights(module), comm.rank
+
+
+def _sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return 0.01 * torch.nn.functional.cross_entropy(output, target, reduction="sum")
+
+
+def test_with_sums_the_replicas_gradients_are_added(rank_pool: RankPool) -> None:
+    """Two replicas of one microbatch each do what one does that takes both in one step."""
+    ranks = Ranks(LOOPBACK, rank_pool)
+    found = []
+    for replicas, parts in (((2, 2), 2), ((1, 1), 1)):
+        plan = ranks.plan(replicas, tensors_of(line(2)), schedule="pipedream", microbatches=parts)
+        found.append({stage: values for stage, _, values, _ in ranks.run(plan, _summed)})
+    # The first round of both is on the same weights; later ones differ by the warm-up's delay.
+    assert largest_difference(found[0][1], found[1][1]) <= 1e-12
+
+
+def _flat_targets(comm: Handler) -> float:
+    shapes = line(2)
+    module: torch.nn.Module = build(shapes, comm.stage.index)
+    if comm.stage.index == 0:
+        module = _Flattens(module)
+    runner = PipelineRunner(
+        comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)
+    )
+    batch = make_batches([8])[0]
+    batches = [{"x": batch["x"].view(2, 4, -1), "target": batch["target"].view(2, 4)}]
+    return runner.train(batches if comm.stage.index == 0 else None).loss
+
+
+class _Flattens(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"h0": self.inner(x=x.flatten(0, 1)), "target": target.flatten()}
+
+
+def test_the_loss_is_a_mean_over_the_targets_items(rank_pool: RankPool) -> None:
+    ranks = Ranks(LOOPBACK, rank_pool)
+    losses = []
+    for schedule in ("1f1b", "pipedream"):
+        plan = ranks.plan((1, 1), tensors_of(line(2)), schedule=schedule, microbatches=1)
+        losses.append(ranks.run(plan, _flat_targets)[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_hooks_of_parameters_are_refused_where_copies_would_not_call_them() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.weight.register_hook(lambda gradient: gradient)
+    Versions(module, direct=True, two=False)
+    with pytest.raises(stagelink.UsageError, match="parameter 'weight' has hooks"):
+        Versions(module, direct=False, two=False)
+
+
 # -- versions ------------------------------------------------------------------------------------
 
 

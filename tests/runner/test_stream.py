@@ -109,6 +109,26 @@ def test_the_last_stage_stops_and_little_was_under_way(rank_pool: RankPool) -> N
     assert 20 <= found[0][0] <= 20 + 10  # the windows and what each stage holds
 
 
+@pytest.mark.parametrize("replicas", [(2, 3, 1), (3, 2, 2), (2, 1)], ids=str)
+def test_with_replicas_one_of_the_last_may_stop(
+    replicas: tuple[int, ...], rank_pool: RankPool
+) -> None:
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan(replicas, microbatches=1) | {"tensors": tensors(len(replicas), target=False)}
+    ranks.run(plan, _one_stops)
+
+
+def _one_stops(comm: Handler) -> None:
+    stages = len(comm.plan.stages)
+    runner = PipelineRunner(comm, build(line(stages), comm.stage.index))
+    stream = runner.stream(_endless(comm, []) if comm.stage.index == 0 else None)
+    wanted = 5 if comm.rank == comm.plan.world_size - 1 else 10**9
+    for _ in itertools.islice(stream, wanted):
+        pass
+    del stream
+    comm.reduce([0.0])
+
+
 def _the_first_stops(comm: Handler, count: int) -> int:
     runner = PipelineRunner(comm, build(line(3), comm.stage.index))
     batches = _endless(comm, [])

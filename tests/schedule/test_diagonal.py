@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagelink.errors import PlanError
 from stagelink.plan import Plan
 from stagelink.plan.diagonal import diagonal
 from stagelink.schedule import (
@@ -168,3 +169,20 @@ def test_two_versions_go_with_round_robin_alone(make_plan: MakePlan) -> None:
     problem = verify(plan).problem
     assert problem is not None
     assert "pipedream_2bw goes with round_robin" in problem
+
+
+@pytest.mark.parametrize("first", range(1, 5))
+def test_every_small_shape_has_a_safe_warm_up(first: int, make_plan: MakePlan) -> None:
+    for second in range(1, 5):
+        for third in range(1, 5):
+            plan = make_plan([first, second, third], routing="diagonal", schedule="pipedream")
+            verdict = verify(plan)
+            assert verdict.ok, (first, second, third)
+            assert max(verdict.warm_up) <= 12
+
+
+def test_a_table_that_would_not_end(make_plan: MakePlan) -> None:
+    with pytest.raises(
+        PlanError, match="the diagonal of 7-9-11-13-16 replicas repeats only after"
+    ):
+        make_plan([7, 9, 11, 13, 16], routing="diagonal")

@@ -27,12 +27,18 @@ class Endings:
     Args:
         plane: this rank's control plane.
         followers: the ranks that take something from this one.
+        siblings: on a first stage, the replicas to compare with: two that end differently are
+            found even if nobody takes from both.
     """
 
-    def __init__(self, plane: Plane, followers: Iterable[int]) -> None:
+    def __init__(
+        self, plane: Plane, followers: Iterable[int], siblings: Iterable[int] = ()
+    ) -> None:
         self._plane = plane
         self._followers = frozenset(followers)
+        self._siblings = frozenset(siblings)
         self._counts: dict[int, int] = {}
+        self._of_siblings: dict[int, int] = {}
         self._left = -1
         plane.handle(MessageKind.LAST, self._on_last)
 
@@ -47,12 +53,10 @@ class Endings:
             if session <= self._left or known == microbatches:
                 return
             self._counts[session] = microbatches
-        if known is not None:
-            raise DisagreementError(
-                f"session {session} ends after {known} microbatches on one rank of the first "
-                f"stage, after {microbatches} on another: their data differ"
-            )
-        for rank in self._followers:
+            others = self._of_siblings.get(session)
+        self._compare(session, known, microbatches)
+        self._compare(session, others, microbatches)
+        for rank in self._followers | self._siblings:
             self._plane.post(
                 rank, Header(MessageKind.LAST, session=session, microbatch=microbatches)
             )
@@ -65,8 +69,25 @@ class Endings:
     def leave(self, session: int) -> None:
         """This rank leaves a session, and all before it; with the plane's lock held."""
         self._left = max(session, self._left)
-        self._counts = {s: count for s, count in self._counts.items() if s > self._left}
+        for counts in (self._counts, self._of_siblings):
+            for old in [number for number in counts if number <= self._left]:
+                del counts[old]
 
     def _on_last(self, peer: int, frame: Frame) -> None:
-        del peer
-        self.tell(frame.header.session, frame.header.microbatch)
+        session, microbatches = frame.header.session, frame.header.microbatch
+        if peer not in self._siblings:
+            self.tell(session, microbatches)
+            return
+        with self._plane.lock:
+            known = self._counts.get(session)
+            if session > self._left:
+                self._of_siblings[session] = microbatches
+        self._compare(session, known, microbatches)
+
+    @staticmethod
+    def _compare(session: int, one: int | None, other: int) -> None:
+        if one not in {None, other}:
+            raise DisagreementError(
+                f"session {session} ends after {one} microbatches on one rank of the first "
+                f"stage, after {other} on another: their data differ"
+            )

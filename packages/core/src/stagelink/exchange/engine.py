@@ -14,11 +14,12 @@ from stagelink.control.meeting import Meeting
 from stagelink.control.plane import Plane
 from stagelink.control.reduce import Reducer, spanning_tree
 from stagelink.errors import AbortedError, DisagreementError, StagelinkError
+from stagelink.exchange.endings import Endings
 from stagelink.exchange.link_end import give_back
 from stagelink.exchange.mail import Mail
 from stagelink.exchange.opening import Openings
 from stagelink.exchange.watch import AbortWatch
-from stagelink.exchange.wiring import Wiring, followers_of, neighbours
+from stagelink.exchange.wiring import Wiring, followers_of, neighbours, siblings_of
 from stagelink.plan import differences
 from stagelink.transport.buffers import BufferPool
 from stagelink.transport.choice import asker
@@ -83,7 +84,8 @@ class Engine:
         self.plane.poller.spin_s = plan.control.spin_us * 1e-6
         pool = BufferPool(plan.limits.pool_bytes)
         observe = self._observe if plugins.hooks.wants_events else None
-        self.mail = Mail(self.plane, plan.control.inline_bytes, observe, followers_of(plan, rank))
+        endings = Endings(self.plane, followers_of(plan, rank), siblings_of(plan, rank))
+        self.mail = Mail(self.plane, plan.control.inline_bytes, observe, endings)
         self.openings = Openings(self.plane)
         self.reducer = Reducer(self.plane, spanning_tree(self._neighbours, rank))
         self.wiring = Wiring(plan, rank, self.plane, self.mail, pool, rendezvous)

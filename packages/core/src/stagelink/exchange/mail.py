@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from stagelink.exchange.endings import Endings
 from stagelink.exchange.incoming import Incoming
 from stagelink.exchange.outgoing import Outgoing
 from stagelink.exchange.presence import Presence
@@ -18,6 +17,7 @@ from stagelink.exchange.presence import Presence
 if TYPE_CHECKING:
     from stagelink.control.plane import Plane
     from stagelink.exchange.arrival import Key
+    from stagelink.exchange.endings import Endings
     from stagelink.exchange.ways import Observe
     from stagelink.plan import Edge
 
@@ -33,12 +33,12 @@ class Mail:
         plane: this rank's control plane.
         inline_bytes: payloads up to this size travel in the header's frame.
         observe: called with each event; None where nobody observes.
-        followers: the ranks that take something from this one.
+        endings: which sessions that were opened until the end have ended.
 
     Attributes:
         out: what it sends.
         into: what it receives.
-        endings: which sessions that were opened until the end have ended.
+        endings: as given.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Mail:
         plane: Plane,
         inline_bytes: int,
         observe: Observe | None,
-        followers: Iterable[int],
+        endings: Endings,
     ) -> None:
         self._plane = plane
         self._presence = Presence(plane)
         self.out = Outgoing(plane, self._presence, inline_bytes, observe)
         self.into = Incoming(plane, self._presence, self.out, observe)
-        self.endings = Endings(plane, followers)
+        self.endings = endings
 
     def enter(self, window_of: Callable[[Edge], int]) -> None:
         """A session begins, with windows of these sizes."""

@@ -122,13 +122,15 @@ class Session:
             microbatch: one of `mine`, should the session have it.
         """
         self._check_open()
+        way = None
         if self.microbatches == UNTIL_END:
             way = self._routes.first_input(microbatch)
-            if way is not None:
-                key = Key(self.number, way.edge.index, Direction.FORWARD, microbatch)
+        if way is not None:  # else only an `end` of our own counts
+            key = Key(self.number, way.edge.index, Direction.FORWARD, microbatch)
+            if not self._has_taken(key):
                 self._mail.into.wait_announced(way, key, self._ends)
             self._learn_end()
-        return microbatch < self.microbatches
+        return 0 <= microbatch < self.microbatches
 
     def end(self, microbatches: int) -> None:
         """The data have run out: the session has so many microbatches in the whole pipeline.
@@ -149,7 +151,7 @@ class Session:
             raise UsageError(
                 f"rank {self._rank}: only a stage that receives nothing knows where the data end"
             )
-        if microbatches <= self._highest:
+        if type(microbatches) is not int or not self._highest < microbatches < UNTIL_END:
             raise UsageError(
                 f"rank {self._rank}: microbatches must be a whole number above those that were "
                 f"sent, from {self._highest + 1}, not {microbatches!r}"

@@ -29,9 +29,12 @@ T = TypeVar("T")
 def in_one_process(plan: Plan, work: Callable[[Handler], T]) -> list[T]:
     """Run ``work(comm)`` for every rank of a plan, each on a thread of this process.
 
-    Everything is as with processes, with the same results, but for three things: all stages are
+    Everything is as with processes, but for three things: all stages are
     on the CPU, all links go by ``loopback``, and nothing waits with a deadline, so that a debugger
     may stop a rank for as long as it likes. Ctrl-C ends all ranks.
+
+    Threads share torch's generator of random numbers, so seeding it in ``work`` does not make
+    replicas alike: build modules before, or fill them from a ``torch.Generator`` of their own.
 
     Args:
         plan: whatever it says of devices, links and time is put aside.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from stagelink.transport.contract import Deadline, Transport
     from stagelink.transport.offers import End, Survey
 
-__all__ = ["Wiring", "followers_of", "neighbours", "routes_of"]
+__all__ = ["Wiring", "followers_of", "neighbours", "routes_of", "siblings_of"]
 
 
 def neighbours(plan: Plan) -> dict[int, tuple[int, ...]]:
@@ -63,6 +63,15 @@ def followers_of(plan: Plan, rank: int) -> frozenset[int]:
     outputs = plan.outputs(plan.stage_of(rank).index)
     found = (pair for edge in outputs for pair in pairs(plan, edge))
     return frozenset(target for source, target in found if source == rank)
+
+
+def siblings_of(plan: Plan, rank: int) -> frozenset[int]:
+    """On a stage that receives nothing, a rank's neighbours in the ring of its replicas."""
+    stage, replica = plan.stage_of(rank), plan.replica_of(rank)
+    if plan.inputs(stage.index):
+        return frozenset()
+    ranks = stage.ranks
+    return frozenset({ranks[replica - 1], ranks[(replica + 1) % len(ranks)]}) - {rank}
 
 
 def _connected_pairs(plan: Plan) -> Iterable[tuple[int, int]]:

@@ -12,10 +12,15 @@ from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING
 
+from stagelink.errors import PlanError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["diagonal"]
+
+_LONGEST = 4000
+"""Twice as many, and the warm-up, are walked to verify a plan."""
 
 
 def diagonal(replicas: Sequence[int]) -> list[tuple[int, ...]]:
@@ -23,12 +28,21 @@ def diagonal(replicas: Sequence[int]) -> list[tuple[int, ...]]:
 
     Args:
         replicas: of each stage.
+
+    Raises:
+        PlanError: they repeat too late.
     """
     tables = [tuple(range(replicas[0]))]
     for count, next_count in pairwise(replicas):
         before = tables[-1]
         # In one period of the table before, each replica has an equal share.
         share = len(before) // count
+        if len(before) * (next_count // gcd(share, next_count)) > _LONGEST:
+            shape = "-".join(map(str, replicas))
+            raise PlanError(
+                f"pipeline.routing: the diagonal of {shape} replicas repeats only after more than "
+                f"{_LONGEST} microbatches, too many to verify; use 'round_robin'"
+            )
         tables.append(_next(before * (next_count // gcd(share, next_count)), count, next_count))
     return tables
 

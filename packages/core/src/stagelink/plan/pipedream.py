@@ -35,7 +35,11 @@ _BY_STAGE = frozenset({"stage_to_rank_map", "stage_to_depth_map"})
 def _with_numbers(value: object) -> object:
     if not isinstance(value, dict):
         return value
-    return {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
+    return {int(k) if _is_number(k) else k: v for k, v in value.items()}
+
+
+def _is_number(key: object) -> bool:
+    return isinstance(key, str) and key.isdecimal() and key == str(int(key))
 
 
 _Number = Annotated[int, Field(ge=0)]
@@ -73,7 +77,7 @@ def parse_pipedream(text: str, where: str) -> dict[str, Any]:
         problems = [
             # Numbers of stages are keys here, not places in a list.
             Problem((*map(str, d["loc"][:2]), *d["loc"][2:]), problem_text(d, keys))
-            if d["loc"][0] in _BY_STAGE
+            if d["loc"] and d["loc"][0] in _BY_STAGE
             else Problem(d["loc"], problem_text(d, keys))
             for d in error.errors(include_url=False)
         ]

@@ -38,20 +38,30 @@ class Flow:
         station: the stage's module and what belongs to it.
         update: steps the module's parameters.
         sync: makes the replicas' gradients one; None where there is one replica.
+        mean: whether a round's gradient is the mean over replicas, not their sum.
 
     Attributes:
         batches: how many; known on a first stage only, elsewhere 0.
         items: their samples; the same.
         microbatches: how many in the whole pipeline, known on every rank.
+        scored: items of the targets that this rank compared with; on the last stage.
     """
 
     def __init__(
-        self, comm: Handler, station: Station, update: OptimizerStep, sync: ReplicaSync | None
+        self,
+        comm: Handler,
+        station: Station,
+        update: OptimizerStep,
+        sync: ReplicaSync | None,
+        *,
+        mean: bool,
     ) -> None:
         self._comm = comm
         self._station = station
         self._update = update
         self._sync = sync
+        self._mean = mean
+        self.scored = 0
         self.batches = 0
         self.items = 0
         self.microbatches = 0
@@ -76,6 +86,7 @@ class Flow:
                 passage = _FlowPassage(self._comm, session, self._station, feed)
                 self._carry_out(session, passage, bar)
             self.microbatches = session.microbatches
+            self.scored = passage.scored
             if feed is not None:
                 self.batches, self.items = feed.batches, feed.items
 
@@ -115,10 +126,10 @@ class Flow:
         versions.about_to_update()
         if self._sync is not None:
             with self._station.clock.waiting:
-                if self._comm.plan.schedule == "pipedream_2bw":
-                    self._sync.add_gradients()
-                else:
+                if self._mean and self._comm.plan.schedule == "pipedream":
                     self._sync.average_gradients(takes_part=takes_part)
+                else:
+                    self._sync.add_gradients()
         self._update.take(self._station.clock)
         self._update.clear()
 
@@ -134,6 +145,7 @@ class _FlowPassage(Passage):
         self._stage = comm.stage
         self._feed = feed
         self._rounds = 0
+        self.scored = 0
         self._warm_up = session.warm_up
         two = comm.plan.schedule == "pipedream_2bw"
         direct = self._warm_up == 0 and not two
@@ -169,5 +181,6 @@ class _FlowPassage(Passage):
             raise UsageError(
                 f"the target of microbatch {microbatch} has no items along a first dimension"
             )
+        self.scored += len(target)
         parts = self._plan.microbatches if self._plan.schedule == "pipedream_2bw" else 1
         return len(target), len(target) * parts

@@ -49,7 +49,8 @@ class PipelineRunner:
     microbatches are added in ascending order on each replica, and then in the replicas' order.
     With an asynchronous schedule they are those of the delayed-gradient rule, see
     `stagelink.schedule.versions`; an epoch is then one session, and a scheduler is stepped after
-    every update of the stage.
+    every update of the stage. Every microbatch counts alike there, however many items it has; the
+    replicas' gradients of a round make their mean, or with ``reduction="sum"`` their sum.
 
     Args:
         comm: the handler.
@@ -137,11 +138,12 @@ class PipelineRunner:
     def _flow(
         self, batches: Iterable[Mapping[str, torch.Tensor]] | None, station: Station
     ) -> Flow:
-        flow = Flow(self._comm, station, self._update, self._sync)
+        mean = self._reduction == "mean"
+        flow = Flow(self._comm, station, self._update, self._sync, mean=mean)
         flow.run(batches, self._title("train"))
-        # Only the first stage has seen them.
-        counts = self._comm.reduce([flow.batches, flow.items], "max")
-        flow.batches, flow.items = map(int, counts)
+        # Only the first stage has seen batches, and only the last one targets.
+        flow.batches, flow.items = map(int, self._comm.reduce([flow.batches, flow.items], "max"))
+        (flow.scored,) = map(int, self._comm.reduce([flow.scored]))
         return flow
 
     def _step(self, station: Station, session: Session, batch: Batch | None) -> None:
@@ -155,7 +157,7 @@ class PipelineRunner:
     def _summary(self, epoch: Epoch | Flow, station: Station) -> Summary:
         shares = shares_of_all(self._comm, station.clock.fractions())
         (seconds,) = self._comm.reduce([station.clock.seconds], "max")
-        (loss,) = self._results(station.scores, epoch.items, 1)
+        (loss,) = self._results(station.scores, epoch.scored, 1)
         return Summary(loss, epoch.items, epoch.batches, seconds, shares)
 
     # -- evaluation
@@ -200,9 +202,8 @@ class PipelineRunner:
         the windows: when nobody takes outputs, the first stage soon takes no more batches.
 
         It ends when the batches do, on all replicas of the first stage after the same ones, and
-        all that went in has come out. Whoever stops iterating before (``break``) ends it for all:
-        what the first stage had sent still comes out, what the last one does not take is dropped.
-        No loss is needed, nor a target in the batches.
+        all that went in has come out. Whoever stops iterating before (``break``) ends it for all,
+        and what is under way may be dropped. No loss is needed, nor a target in the batches.
 
         Args:
             batches: on a first stage; taken one at a time, when there is room.

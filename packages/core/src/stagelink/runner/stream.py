@@ -47,15 +47,9 @@ def stream(
         except PeerClosedError:
             if not session.left_by_choice:
                 raise
-        except GeneratorExit:
-            _end(session, feed)
-            raise
-        _end(session, feed)
-
-
-def _end(session: Session, feed: Feed | None) -> None:
-    if feed is not None:
-        session.end(feed.microbatches)
+            return  # somebody has stopped; there is no count that all would come to
+        if feed is not None:
+            session.end(feed.microbatches)
 
 
 def _pass_on(

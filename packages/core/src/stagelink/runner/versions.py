@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.func import functional_call
 
+from stagelink.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,6 +34,9 @@ class Versions:
             newest version: then no copies are needed.
         two: forwards may meet the version before the newest, which is kept for them.
 
+    Raises:
+        UsageError: a parameter has hooks, which copies would not call.
+
     Attributes:
         newest: the version that the module's parameters are now.
     """
@@ -42,8 +47,18 @@ class Versions:
         self._direct = direct
         self._behind = 1 if two else 0
         self._masters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        if not direct:
+            self._check_hooks()
         self._copies: dict[int, dict[str, torch.Tensor]] = {}
         self._under_way: deque[int] = deque()
+
+    def _check_hooks(self) -> None:
+        for name, parameter in self._masters.items():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise UsageError(
+                    f"parameter {name!r} has hooks; with an asynchronous schedule gradients are "
+                    "those of copies, which have none: do in the optimizer what they do"
+                )
 
     @property
     def kept(self) -> int:

@@ -1,8 +1,7 @@
 """The warm-up of a plan: by the formula where it holds, else found by walking.
 
 The formula of `stagelink.schedule.warmup` is about round robin. Under the diagonal the last
-replica of a wide stage gets its first microbatch late, so more warm-up before it may be needed:
-the walk says who waits for a gradient that cannot come yet, and that stage is given one more.
+replica of a wide stage gets its first microbatch late, so more warm-up before it may be needed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from stagelink.schedule.actions import actions_for
 from stagelink.schedule.routing import period
-from stagelink.schedule.waits import Step
 from stagelink.schedule.walk import walk
 from stagelink.schedule.warmup import choose_warm_up
 from stagelink.schedule.windows import training_windows
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_warm_up", "until_it_repeats"]
 
+_MOST_MORE = 16
 _LONG_WALK = 10_000
 """Microbatches of a walk that stands for one without an end; replicas without a common factor
 would take more to repeat."""
@@ -33,15 +32,18 @@ would take more to repeat."""
 def find_warm_up(plan: Plan) -> tuple[int, ...]:
     """The warm-up per stage: what was set by hand, elsewhere what is safe with that.
 
-    Where nothing would be safe it is what was tried last: `stagelink.schedule.verify` then tells.
+    Where the formula does not hold, it is asked for so much more warm-up downstream than there is
+    that a walk gets through. If none does it is what was tried last: `stagelink.schedule.verify`
+    then tells.
     """
-    warm_up = [*choose_warm_up(plan)]
+    warm_up = choose_warm_up(plan)
     if plan.routing == "round_robin":
-        return tuple(warm_up)
-    most = 4 * plan.world_size
-    while (stage := _needs_more(plan, warm_up)) is not None and warm_up[stage] < most:
-        warm_up[stage] += 1
-    return tuple(warm_up)
+        return warm_up
+    for more in range(_MOST_MORE):
+        warm_up = choose_warm_up(plan, more)
+        if _gets_through(plan, warm_up):
+            break
+    return warm_up
 
 
 def until_it_repeats(plan: Plan, warm_up: Sequence[int]) -> int:
@@ -57,15 +59,8 @@ def until_it_repeats(plan: Plan, warm_up: Sequence[int]) -> int:
     return min(ahead + 2 * around, max(_LONG_WALK, 2 * ahead))
 
 
-def _needs_more(plan: Plan, warm_up: Sequence[int]) -> int | None:
-    """The first stage that waits for a gradient for ever, if its warm-up may be raised."""
+def _gets_through(plan: Plan, warm_up: Sequence[int]) -> bool:
     count = until_it_repeats(plan, warm_up)
     programs = [actions_for(plan, rank, count, warm_up) for rank in range(plan.world_size)]
-    unbounded = dataclasses.replace(plan, window=None)
-    windows = training_windows(unbounded, count, warm_up)
-    walked = walk(plan, programs, count, windows, synchronise=plan.asynchronous)
-    stages = {
-        plan.stage_of(wait.rank) for wait in walked.waits if wait.step is Step.RECEIVE_GRADIENT
-    }
-    free = [stage.index for stage in stages if stage.warm_up is None]
-    return min(free, default=None)
+    windows = training_windows(dataclasses.replace(plan, window=None), count, warm_up)
+    return not walk(plan, programs, count, windows, synchronise=plan.asynchronous).waits

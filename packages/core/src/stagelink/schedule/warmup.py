@@ -70,25 +70,32 @@ def safe_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
     return _chosen(replicas, line, [None] * count)
 
 
-def choose_warm_up(plan: Plan) -> tuple[int, ...]:
+def choose_warm_up(plan: Plan, more: int = 0) -> tuple[int, ...]:
     """The warm-up per stage of a plan: what was set by hand, elsewhere what is safe with that.
 
     On a line without values set by hand it is `safe_warm_up`; in any other graph a stage looks to
     each of its consumers. A value set by hand below what is safe may hang: the walk tells.
+
+    Args:
+        plan: the plan.
+        more: each stage is to be safe if its consumers had so much more warm-up than they have.
     """
     replicas = [stage.replicas for stage in plan.stages]
-    return _chosen(replicas, consumers(plan), [stage.warm_up for stage in plan.stages])
+    return _chosen(replicas, consumers(plan), [stage.warm_up for stage in plan.stages], more)
 
 
 def _chosen(
-    replicas: Sequence[int], following: Sequence[Sequence[int]], by_hand: Sequence[int | None]
+    replicas: Sequence[int],
+    following: Sequence[Sequence[int]],
+    by_hand: Sequence[int | None],
+    more: int = 0,
 ) -> tuple[int, ...]:
     warm_up = [0] * len(replicas)
     under_way = [0] * len(replicas)
     for stage in reversed(range(len(replicas))):
         own, hand = replicas[stage], by_hand[stage]
         under_way[stage] = own + max((under_way[later] for later in following[stage]), default=0)
-        least = [_for_progress(own, replicas[later], warm_up[later]) for later in following[stage]]
+        least = [_for_progress(own, replicas[n], warm_up[n] + more) for n in following[stage]]
         warm_up[stage] = max([(under_way[stage] - 1) // own, *least]) if hand is None else hand
     return tuple(warm_up)
 
