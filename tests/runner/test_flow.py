@@ -209,7 +209,7 @@ def test_processes(rank_pool: RankPool) -> None:
     check(ranks.run(plan, train, shapes, sizes, quick_sgd), alone, loss)
 
 
-@pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1), (2, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize("replicas", LINES, ids=str)
 @pytest.mark.parametrize("make_optimizer", [sgd, adam])
 def test_two_versions(replicas: tuple[int, ...], make_optimizer: Any, rank_pool: RankPool) -> None:
     shapes, sizes, parts = line(len(replicas)), [13, 12, 12, 17, 12], 12
