@@ -89,6 +89,11 @@ def _wait(poller: Poller, at_look: int, monkeypatch: pytest.MonkeyPatch) -> Epol
     return epoll
 
 
+def _wait_shortly_thrice(poller: Poller, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        _wait(poller, 1, monkeypatch)
+
+
 def test_a_wait_spins_after_three_short_ones(
     poller: Poller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,8 +106,7 @@ def test_a_spin_that_met_nothing_is_not_tried_again_at_once(
     poller: Poller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poller.spin_s = 10.0
-    for _ in range(3):
-        _wait(poller, 1, monkeypatch)
+    _wait_shortly_thrice(poller, monkeypatch)
     poller.spin_s = 1e-9
     assert _wait(poller, 10**9, monkeypatch).blocked == 1  # spun in vain
     poller.spin_s = 10.0
@@ -126,8 +130,7 @@ def test_a_spin_takes_no_longer_than_the_wait(
     poller: Poller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poller.spin_s = 30.0
-    for _ in range(3):
-        _wait(poller, 1, monkeypatch)
+    _wait_shortly_thrice(poller, monkeypatch)
     began = time.monotonic()
     poller.run(0.01)
     assert time.monotonic() - began < 10
@@ -135,8 +138,7 @@ def test_a_spin_takes_no_longer_than_the_wait(
 
 def test_a_call_ends_a_spin(poller: Poller, monkeypatch: pytest.MonkeyPatch) -> None:
     poller.spin_s = 10.0
-    for _ in range(3):
-        _wait(poller, 1, monkeypatch)
+    _wait_shortly_thrice(poller, monkeypatch)
     called: list[int] = []
     spinning = threading.Thread(target=poller.run, args=(20.0,))
     spinning.start()

@@ -10,7 +10,7 @@ import torch
 from tests.support.pipelines import tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tests.support.pipelines import Document
 
@@ -154,6 +154,9 @@ def train_alone(
     batches: Sequence[dict[str, torch.Tensor]],
     microbatches: int,
     optimizers: Sequence[Any] = (),
+    *,
+    loss: Callable[..., torch.Tensor] = torch.nn.functional.cross_entropy,
+    steps: bool = True,
 ) -> float:
     """One process, one epoch, the same microbatches; returns the mean loss per item."""
     optimizers = optimizers or [quick_sgd(module) for module in modules]
@@ -166,10 +169,10 @@ def train_alone(
         for part in range(parts):
             piece = {name: value.tensor_split(parts)[part] for name, value in batch.items()}
             output = run_stages(modules, piece)
-            value = torch.nn.functional.cross_entropy(output, piece["target"])
+            value = loss(output, piece["target"])
             (value * (len(piece["x"]) / size)).backward()
             total += value.item() * len(piece["x"])
-        for optimizer in optimizers:
+        for optimizer in optimizers if steps else ():
             optimizer.step()
     return total / sum(len(batch["x"]) for batch in batches)
 

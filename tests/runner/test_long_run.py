@@ -19,8 +19,8 @@ from tests.runner.models import (
     largest_difference,
     line,
     quick_sgd,
-    run_stages,
     tensors_of,
+    train_alone,
     weights,
 )
 from tests.support.pipelines import GLOO, Ranks
@@ -84,23 +84,12 @@ def _alone(microbatches: int) -> tuple[list[torch.nn.Module], list[float]]:
     optimizers = [quick_sgd(module) for module in modules]
     losses = []
     for epoch in range(EPOCHS):
-        total, items = 0.0, 0
-        for batch in batches_of(epoch):
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            size = len(batch["x"])
-            parts = min(microbatches, size)
-            for part in range(parts):
-                piece = {name: value.tensor_split(parts)[part] for name, value in batch.items()}
-                loss = loss_of(run_stages(modules, piece), piece["target"])
-                total += loss.item() * len(piece["x"])
-                (loss * (len(piece["x"]) / size)).backward()
-            items += size
-            if epoch % 3 != 2:
-                for optimizer in optimizers:
-                    optimizer.step()
-        if epoch % 3 == 2:
-            losses.append(total / items)
+        trains = epoch % 3 != 2
+        loss = train_alone(
+            modules, batches_of(epoch), microbatches, optimizers, loss=loss_of, steps=trains
+        )
+        if not trains:
+            losses.append(loss)
     return modules, losses
 
 

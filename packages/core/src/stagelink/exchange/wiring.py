@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.exchange.link_end import LinkEnd
     from stagelink.exchange.mail import Mail
-    from stagelink.plan import Edge, Plan
+    from stagelink.plan import Edge, Plan, Stage
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.choice import Asker
     from stagelink.transport.contract import Deadline, Transport
@@ -67,19 +67,23 @@ def followers_of(plan: Plan, rank: int) -> frozenset[int]:
 
 def siblings_of(plan: Plan, rank: int) -> frozenset[int]:
     """On a stage that receives nothing, a rank's neighbours in the ring of its replicas."""
-    stage, replica = plan.stage_of(rank), plan.replica_of(rank)
+    stage = plan.stage_of(rank)
     if plan.inputs(stage.index):
         return frozenset()
-    ranks = stage.ranks
-    return frozenset({ranks[replica - 1], ranks[(replica + 1) % len(ranks)]}) - {rank}
+    return frozenset(end for pair in _ring(stage) if rank in pair for end in pair) - {rank}
 
 
 def _connected_pairs(plan: Plan) -> Iterable[tuple[int, int]]:
     for edge in plan.edges:
         yield from pairs(plan, edge)
     for stage in plan.stages:
-        if stage.replicas > 1:
-            yield from zip(stage.ranks, stage.ranks[1:] + stage.ranks[:1], strict=True)
+        yield from _ring(stage)
+
+
+def _ring(stage: Stage) -> Iterable[tuple[int, int]]:
+    """The pairs of neighbours among the replicas of a stage; none where it has one."""
+    if stage.replicas > 1:
+        yield from zip(stage.ranks, stage.ranks[1:] + stage.ranks[:1], strict=True)
 
 
 class _Port:

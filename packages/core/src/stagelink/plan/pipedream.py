@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["parse_pipedream"]
 
 _BARE_NUMBER = re.compile(r"([{,]\s*)(\d+)(\s*:)")
-
-
 _BY_STAGE = frozenset({"stage_to_rank_map", "stage_to_depth_map"})
 
 

@@ -39,10 +39,10 @@ def find_warm_up(plan: Plan) -> tuple[int, ...]:
     warm_up = choose_warm_up(plan)
     if plan.routing == "round_robin":
         return warm_up
-    for more in range(_MOST_MORE):
+    more = 0
+    while not _gets_through(plan, warm_up) and more < _MOST_MORE:
+        more += 1
         warm_up = choose_warm_up(plan, more)
-        if _gets_through(plan, warm_up):
-            break
     return warm_up
 
 
