@@ -142,6 +142,22 @@ def test_one_thread_breaks_off_for_all_links(twins: Twins) -> None:
     assert seen == ["stagelink-gloo-break-1"]
 
 
+def test_a_close_while_an_abort_begins_waits_for_it(twins: Twins) -> None:
+    start = threading.Thread.start
+    closing = threading.Thread(target=twins[0].transport.close, args=(Deadline(LONG_S),))
+
+    def start_late(thread: threading.Thread) -> None:
+        start(closing)
+        closing.join(0.1)  # time enough to go wrong
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_late)
+        twins[0].fail(ConnectionAbortedError("for a test"))
+    closing.join()  # an error of its own fails the test: warnings are errors
+    assert not [thread for thread in threading.enumerate() if "gloo" in thread.name]
+
+
 def test_an_abort_after_the_close_does_nothing(twins: Twins) -> None:
     close(twins)
     twins[0].fail(ConnectionAbortedError("for a test"))

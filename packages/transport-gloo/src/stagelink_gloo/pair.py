@@ -166,10 +166,13 @@ class Pair:
 
     def close(self, deadline: Deadline) -> None:
         """Give everything back, by the deadline; what is still under way is broken off."""
-        if self._breaker is not None:
-            self._breaker.join(min(deadline.remaining_s, threading.TIMEOUT_MAX))
+        with self._lock:  # a breaker seen here has started, and from here on none begins
+            breaker = self._breaker
+            group, self._group = self._group, None
+        if breaker is not None:
+            breaker.join(min(deadline.remaining_s, threading.TIMEOUT_MAX))
         self._let_go()
-        self._group = None
+        del group  # not before its handles
 
 
 def connect(port: Port, interface: str | None, deadline: Deadline) -> Pair:
