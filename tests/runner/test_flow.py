@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import stagelink
 from stagelink import PipelineRunner
 from stagelink.runner.versions import Versions
-from stagelink.schedule import safe_warm_up
+from stagelink.schedule import replica_for, safe_warm_up
 from tests.runner.models import (
     SKIP,
     Shape,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stagelink import Handler
+    from stagelink.plan import Stage
     from stagelink.runner import Summary
     from stagelink.testing import RankPool
 
@@ -49,34 +51,80 @@ def adam(module: torch.nn.Module) -> torch.optim.Optimizer:
 # -- a plain reference ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Of a stage: which microbatches make an update, and how many updates each comes late.
+
+    Attributes:
+        group: the number of the update that takes a microbatch's gradient.
+        delay: a microbatch of group ``k`` meets what ``max(0, k - delay)`` updates have made.
+    """
+
+    group: Callable[[int], int]
+    delay: int
+
+
 class Delayed:
-    """One stage in one process: all its versions, and gradients as they come in."""
+    """All stages in one process; each microbatch waits for the versions that it is to meet.
 
-    def __init__(self, module: Toy, optimizer: Any, in_one_update: int, *, mean: bool) -> None:
-        self.master = module
-        self.versions = [copy.deepcopy(module)]
-        self._optimizer = optimizer
-        self._in_one_update = in_one_update
-        self._mean = mean
-        self._waiting: list[Toy] = []
+    An update takes the sum of its gradients, each of a loss that counts ``weight``; or their mean.
+    """
 
-    def add(self, used: Toy) -> None:
-        self._waiting.append(used)
-        if len(self._waiting) == self._in_one_update:
-            self.update()
+    def __init__(
+        self,
+        modules: list[Toy],
+        make_optimizer: Any,
+        rules: Sequence[Rule],
+        pieces: Batches,
+        weight: float | None,
+    ) -> None:
+        self.modules = modules
+        self.losses: dict[int, float] = {}
+        self._optimizers = [make_optimizer(module) for module in modules]
+        self._versions = [[copy.deepcopy(module)] for module in modules]
+        self._rules = rules
+        self._pieces = pieces
+        self._weight = weight
+        self._used: dict[int, list[Toy]] = {}
 
-    def update(self) -> None:
-        if not self._waiting:
-            return
-        over = len(self._waiting) if self._mean else 1
+    def finish(self) -> None:
+        for stage, rule in enumerate(self._rules):
+            groups = {rule.group(number) for number in range(len(self._pieces))}
+            self._version(stage, len(groups))
+
+    def _version(self, stage: int, wanted: int) -> Toy:
+        versions = self._versions[stage]
+        while len(versions) <= wanted:
+            self._update(stage, len(versions) - 1)
+        return versions[wanted]
+
+    def _update(self, stage: int, group: int) -> None:
+        numbers = [n for n in range(len(self._pieces)) if self._rules[stage].group(n) == group]
+        used = [self._run(number)[stage] for number in numbers]
+        master = self.modules[stage]
         for parameter, *others in zip(
-            self.master.parameters(), *(used.parameters() for used in self._waiting), strict=True
+            master.parameters(), *(module.parameters() for module in used), strict=True
         ):
             gradients = [other.grad for other in others if other.grad is not None]
-            parameter.grad = torch.stack(gradients).sum(0) / over
-        self._optimizer.step()
-        self.versions.append(copy.deepcopy(self.master))
-        self._waiting.clear()
+            total = torch.stack(gradients).sum(0)
+            parameter.grad = total / len(numbers) if self._weight is None else total
+        self._optimizers[stage].step()
+        self._versions[stage].append(copy.deepcopy(master))
+
+    def _run(self, number: int) -> list[Toy]:
+        if number not in self._used:
+            used = [
+                copy.deepcopy(self._version(stage, max(0, rule.group(number) - rule.delay)))
+                for stage, rule in enumerate(self._rules)
+            ]
+            for module in used:
+                module.zero_grad(set_to_none=True)
+            piece = self._pieces[number]
+            loss = torch.nn.functional.cross_entropy(run_stages(used, piece), piece["target"])
+            (loss if self._weight is None else loss * self._weight).backward()
+            self.losses[number] = loss.item()
+            self._used[number] = used
+        return self._used[number]
 
 
 def microbatches_of(batches: Batches, parts: int) -> Batches:
@@ -91,39 +139,18 @@ def microbatches_of(batches: Batches, parts: int) -> Batches:
 def train_delayed(
     shapes: Sequence[Shape],
     make_optimizer: Callable[[torch.nn.Module], Any],
-    batches: Batches,
-    parts: int,
-    version_of: Callable[[int, int], int],
-    in_one_update: Sequence[int],
+    pieces: Batches,
+    rules: Sequence[Rule],
     *,
-    mean: bool,
+    weight: float | None = None,
 ) -> tuple[list[Toy], float]:
-    """Each microbatch on the versions that ``version_of(stage, microbatch)`` says.
-
-    With ``mean`` an update takes the mean of its gradients, else each loss weighs 1 / ``parts``.
-    """
+    """The modules after all microbatches, and the mean loss of an item."""
     modules = [build(shapes, stage) for stage in range(len(shapes))]
-    stages = [
-        Delayed(module, make_optimizer(module), count, mean=mean)
-        for module, count in zip(modules, in_one_update, strict=True)
-    ]
-    total = items = 0.0
-    for number, piece in enumerate(microbatches_of(batches, parts)):
-        used = [
-            copy.deepcopy(stage.versions[version_of(index, number)])
-            for index, stage in enumerate(stages)
-        ]
-        for module in used:
-            module.zero_grad(set_to_none=True)
-        loss = torch.nn.functional.cross_entropy(run_stages(used, piece), piece["target"])
-        (loss if mean else loss / parts).backward()
-        total += loss.item() * len(piece["x"])
-        items += len(piece["x"])
-        for stage, module in zip(stages, used, strict=True):
-            stage.add(module)
-    for stage in stages:
-        stage.update()
-    return modules, total / items
+    delayed = Delayed(modules, make_optimizer, rules, pieces, weight)
+    delayed.finish()
+    items = [len(piece["x"]) for piece in pieces]
+    total = sum(delayed.losses[number] * count for number, count in enumerate(items))
+    return modules, total / sum(items)
 
 
 def train_pipedream(
@@ -133,13 +160,12 @@ def train_pipedream(
     parts: int,
     replicas: Sequence[int],
 ) -> tuple[list[Toy], float]:
-    """Round ``k`` on the weights after ``k - W`` updates; an update per round."""
-    warm_up = safe_warm_up(replicas)
-
-    def version(stage: int, number: int) -> int:
-        return max(0, number // replicas[stage] - warm_up[stage])
-
-    return train_delayed(shapes, make_optimizer, batches, parts, version, replicas, mean=True)
+    """A round is a microbatch on each replica; an update per round, the warm-up's rounds late."""
+    rules = [
+        Rule(lambda number, count=count: number // count, warm_up)  # type: ignore[misc]
+        for count, warm_up in zip(replicas, safe_warm_up(replicas), strict=True)
+    ]
+    return train_delayed(shapes, make_optimizer, microbatches_of(batches, parts), rules)
 
 
 # -- the pipeline --------------------------------------------------------------------------------
@@ -218,11 +244,9 @@ def test_two_versions(replicas: tuple[int, ...], make_optimizer: Any, rank_pool:
     alone, loss = train_delayed(
         shapes,
         make_optimizer,
-        make_batches(sizes),
-        parts,
-        lambda stage, number: max(0, number // parts - 1),
-        [parts] * len(replicas),
-        mean=False,
+        microbatches_of(make_batches(sizes), parts),
+        [Rule(lambda number: number // parts, 1)] * len(replicas),
+        weight=1 / parts,
     )
     check(ranks.run(plan, train, shapes, sizes, make_optimizer), alone, loss)
 
@@ -300,20 +324,27 @@ def test_shapes_that_people_ran(replicas: tuple[int, ...], rank_pool: RankPool) 
     assert {summary.items for _, summary, _, _ in trained} == {50}
 
 
-@pytest.mark.parametrize("replicas", [(3, 2), (2, 4), (1, 3, 1)], ids=str)
-@pytest.mark.parametrize("count", [3, 14])
+@pytest.mark.parametrize("replicas", [(3, 2), (2, 4), (1, 3, 1), (4, 3, 1)], ids=str)
+@pytest.mark.parametrize("count", [3, 14, 26])
 def test_the_diagonal(replicas: tuple[int, ...], count: int, rank_pool: RankPool) -> None:
     """Replicas may differ by more than one microbatch; each still takes part in every round."""
     shapes = line(len(replicas))
     ranks = Ranks(LOOPBACK, rank_pool)
-    plan = ranks.plan(
+    document = ranks.plan(
         replicas, tensors_of(shapes), schedule="pipedream", microbatches=1, routing="diagonal"
     )
-    trained = ranks.run(plan, train, shapes, [2] * count, quick_sgd)
-    assert {summary.items for _, summary, _, _ in trained} == {2 * count}
-    for stage in range(len(replicas)):
-        mine = [found for where, _, found, _ in trained if where == stage]
-        assert all(largest_difference(mine[0], other) == 0 for other in mine)
+    plan = stagelink.Plan.from_dict(document)
+    rules = [
+        Rule(lambda number, stage=stage: _round(stage, number), warm_up)  # type: ignore[misc]
+        for stage, warm_up in zip(plan.stages, stagelink.verify(plan).warm_up, strict=True)
+    ]
+    alone, loss = train_delayed(shapes, quick_sgd, make_batches([2] * count), rules)
+    check(ranks.run(document, train, shapes, [2] * count, quick_sgd), alone, loss)
+
+
+def _round(stage: Stage, number: int) -> int:
+    mine = replica_for(stage, number)
+    return [replica_for(stage, other) for other in range(number)].count(mine)
 
 
 def _summed(comm: Handler) -> Trained:
@@ -395,6 +426,14 @@ def test_no_more_copies_than_versions_under_way() -> None:
         versions.collect()
         versions.about_to_update()
     assert versions.kept == 0
+
+
+def test_weights_that_are_gone_or_to_come_are_not_given() -> None:
+    versions = Versions(torch.nn.Linear(3, 2), direct=False, two=False)
+    versions.about_to_update()
+    for version in (0, 2):
+        with pytest.raises(RuntimeError, match=f"version {version}: the newest is 1"):
+            versions.forward_on(version)
 
 
 def test_a_copy_keeps_its_values_when_the_module_is_stepped() -> None:

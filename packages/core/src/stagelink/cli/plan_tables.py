@@ -64,12 +64,17 @@ def _stages(plan: Plan, verdict: Verdict) -> Table:
 
 
 def _memory(stage: Stage, verdict: Verdict) -> str:
-    """What the stage's ranks may have to hold; replicas may differ where shares are uneven."""
-    held = [verdict.receive_bytes[rank] for rank in stage.ranks]
-    known = [size for size in held if size is not None]
-    if len(known) < len(held):
-        return "unknown"
-    return " to ".join(decimal(size) for size in sorted({min(known), max(known)}))
+    """What each rank of the stage may have to hold; replicas differ where shares are uneven."""
+    holders: defaultdict[int | None, list[int]] = defaultdict(list)
+    for rank in sorted(stage.ranks):
+        holders[verdict.receive_bytes[rank]].append(rank)
+    if len(holders) == 1:
+        return _bytes(*holders)
+    return "\n".join(f"{_bytes(size)} ({ranges(ranks)})" for size, ranks in holders.items())
+
+
+def _bytes(size: int | None) -> str:
+    return "unknown" if size is None else decimal(size)
 
 
 def _links(plan: Plan, links: Sequence[AssumedLink]) -> Table:
