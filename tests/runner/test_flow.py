@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import stagelink
 from stagelink import PipelineRunner
@@ -31,7 +33,7 @@ from tests.support.pipedream import SHAPES
 from tests.support.pipelines import GLOO, LOOPBACK, Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from stagelink import Handler
     from stagelink.plan import Stage
@@ -174,7 +176,12 @@ def train_pipedream(
 def train(
     comm: Handler, shapes: Sequence[Shape], sizes: Sequence[int], make_optimizer: Any
 ) -> Trained:
-    module = build(shapes, comm.stage.index)
+    return train_module(comm, build(shapes, comm.stage.index), sizes, make_optimizer)
+
+
+def train_module(
+    comm: Handler, module: torch.nn.Module, sizes: Sequence[int], make_optimizer: Any
+) -> Trained:
     runner = PipelineRunner(
         comm,
         module,
@@ -276,6 +283,93 @@ def test_two_versions_refuse_a_small_batch(rank_pool: RankPool) -> None:
     ranks.run_to_ends(plan, _small_batch)
 
 
+class Checkpointed(Toy):
+    """Runs its forward again in the backward."""
+
+    def forward(self, **tensors: torch.Tensor) -> Any:
+        return checkpoint(super().forward, use_reentrant=False, **tensors)
+
+
+def _checkpointed(comm: Handler, sizes: Sequence[int]) -> Trained:
+    stage = comm.stage.index
+    return train_module(comm, Checkpointed(line(2)[stage], stage, torch.float64), sizes, sgd)
+
+
+def test_what_runs_again_meets_the_same_weights(rank_pool: RankPool) -> None:
+    shapes, sizes = line(2), [4] * 7
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((2, 1), tensors_of(shapes), schedule="pipedream", microbatches=2)
+    alone, loss = train_pipedream(shapes, sgd, make_batches(sizes), 2, (2, 1))
+    check(ranks.run(plan, _checkpointed, sizes), alone, loss)
+
+
+class Counting(Toy):
+    """Keeps in a buffer what it saw last."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(line(2)[stage], stage, torch.float64)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, **tensors: torch.Tensor) -> Any:
+        self.seen.copy_(next(iter(tensors.values())).detach().sum())
+        return super().forward(**tensors)
+
+
+def _buffers(comm: Handler, sizes: Sequence[int]) -> Trained:
+    return train_module(comm, Counting(comm.stage.index), sizes, sgd)
+
+
+def test_buffers_are_those_of_the_last_microbatch(rank_pool: RankPool) -> None:
+    sizes = [2, 2, 2, 2]
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((3, 1), tensors_of(line(2)), schedule="pipedream", microbatches=1)
+    last = make_batches(sizes)[-1]["x"].sum()
+    for stage, _, values, _ in ranks.run(plan, _buffers, sizes):
+        assert stage == 1 or torch.equal(values["seen"], last)
+
+
+def _no_items(comm: Handler) -> None:
+    runner = PipelineRunner(
+        comm,
+        build(line(2), comm.stage.index),
+        loss=_sum_loss,
+        optimizer=sgd(build(line(2), comm.stage.index)),
+        reduction="sum",
+    )
+    batch = {"x": make_batches([2])[0]["x"], "target": torch.zeros(2, 0, dtype=torch.int64)}
+    runner.train([batch, {**batch, "target": torch.zeros((0, 2))}] if comm.rank == 0 else None)
+
+
+def test_a_target_needs_items(rank_pool: RankPool) -> None:
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((1, 1), tensors_of(line(2)), schedule="pipedream", microbatches=1)
+    ends = ranks.run_to_ends(plan, _no_items)
+    assert all(end.kind != "" for end in ends)
+
+
+def _waits(comm: Handler) -> stagelink.Summary:
+    module = build(line(2), comm.stage.index)
+    runner = PipelineRunner(
+        comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)
+    )
+
+    def slowly() -> Iterator[dict[str, torch.Tensor]]:
+        for batch in make_batches([2] * 4):
+            time.sleep(0.1)
+            yield batch
+
+    return runner.train(slowly() if comm.rank == 0 else None)
+
+
+def test_to_wait_for_the_next_microbatch_counts_as_waiting(rank_pool: RankPool) -> None:
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((1, 1), tensors_of(line(2)), schedule="pipedream", microbatches=1)
+    shares = ranks.run(plan, _waits)[0].shares
+    assert shares["s1"].waiting > 0.5
+    assert shares["s0"].waiting < 0.5
+
+
 def _clips(comm: Handler) -> None:
     module = build(line(2), comm.stage.index)
     with pytest.raises(stagelink.UsageError, match="the stages step at different times"):
@@ -367,8 +461,8 @@ def test_with_sums_the_replicas_gradients_are_added(rank_pool: RankPool) -> None
     for replicas, parts in (((2, 2), 2), ((1, 1), 1)):
         plan = ranks.plan(replicas, tensors_of(line(2)), schedule="pipedream", microbatches=parts)
         found.append({stage: values for stage, _, values, _ in ranks.run(plan, _summed)})
-    # The first round of both is on the same weights; later ones differ by the warm-up's delay.
-    assert largest_difference(found[0][1], found[1][1]) <= 1e-12
+    for stage in (0, 1):
+        assert largest_difference(found[0][stage], found[1][stage]) <= 1e-12
 
 
 def _flat_targets(comm: Handler) -> float:
@@ -419,11 +513,11 @@ def test_no_more_copies_than_versions_under_way() -> None:
     for step in range(20):
         versions.forward_on(versions.newest)(input=torch.ones(1, 3)).sum().backward()
         if step >= 3:
-            versions.collect()
+            versions.backward(lambda: None)
             versions.about_to_update()
         assert versions.kept <= 4
     for _ in range(3):
-        versions.collect()
+        versions.backward(lambda: None)
         versions.about_to_update()
     assert versions.kept == 0
 
@@ -434,6 +528,35 @@ def test_weights_that_are_gone_or_to_come_are_not_given() -> None:
     for version in (0, 2):
         with pytest.raises(RuntimeError, match=f"version {version}: the newest is 1"):
             versions.forward_on(version)
+
+
+def test_weights_that_a_forward_changes_are_refused() -> None:
+    module = torch.nn.Embedding(4, 2, max_norm=0.1)
+    versions = Versions(module, direct=False, two=False)
+    loss = versions.forward_on(0)(input=torch.arange(4)).sum()
+    with pytest.raises(stagelink.UsageError, match="'weight': the module's forward changes it"):
+        versions.backward(loss.backward)
+
+
+class _PastItsName(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.all = [self.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.all[0]
+
+
+@pytest.mark.parametrize("before", [None, 1.0])
+def test_weights_that_a_forward_reaches_past_their_names(before: float | None) -> None:
+    module = _PastItsName()
+    versions = Versions(module, direct=False, two=False)
+    if before is not None:
+        module.weight.grad = torch.full((2,), before)
+    loss = versions.forward_on(0)(x=torch.ones(2)).sum()
+    with pytest.raises(stagelink.UsageError, match="'weight': the module's forward reaches it"):
+        versions.backward(loss.backward)
 
 
 def test_a_copy_keeps_its_values_when_the_module_is_stepped() -> None:
@@ -448,6 +571,6 @@ def test_a_copy_keeps_its_values_when_the_module_is_stepped() -> None:
     assert torch.equal(forward(input=torch.ones(1, 3)), before)
     assert torch.equal(versions.forward_on(1)(input=torch.ones(1, 3)), before + 3)
     before.sum().backward()
-    versions.collect()
+    versions.backward(lambda: None)
     assert module.weight.grad is not None
     assert torch.equal(module.weight.grad, torch.ones(2, 3))

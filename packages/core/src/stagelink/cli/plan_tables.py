@@ -44,7 +44,7 @@ def plan_tables(
     by_hand = window_by_hand(plan, verdict)
     if by_hand is not None:
         yield Text(by_hand)
-    yield from _conclusion(verdict, problem)
+    yield from _conclusion(plan, verdict, problem)
 
 
 def _heading(plan: Plan) -> Text:
@@ -132,12 +132,14 @@ def _why(outcome: Outcome) -> str:
     return "\n".join([outcome.decided_by, *refusals])
 
 
-def _conclusion(verdict: Verdict, problem: str | None) -> Iterator[Text]:
+def _conclusion(plan: Plan, verdict: Verdict, problem: str | None) -> Iterator[Text]:
     if verdict.ok:
-        count = verdict.microbatches
-        yield Text.assemble(
-            ("Verified: ", "bold green"),
-            f"{count} microbatches run through, no rank waits in a circle.",
-        )
+        found = f"{verdict.microbatches} microbatches run through, no rank waits in a circle"
+        if plan.asynchronous:
+            found = (
+                f"no rank waits in a circle, however many microbatches there are; a walk of "
+                f"{verdict.microbatches} agrees"
+            )
+        yield Text.assemble(("Verified: ", "bold green"), f"{found}.")
     if problem is not None:
         yield Text.assemble(("Refused: ", "bold red"), problem)

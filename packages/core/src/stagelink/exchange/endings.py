@@ -50,12 +50,14 @@ class Endings:
         """
         with self._plane.lock:
             known = self._counts.get(session)
-            if session <= self._left or known == microbatches:
-                return
-            self._counts[session] = microbatches
             others = self._of_siblings.get(session)
+            news = session > self._left and known is None
+            if news:
+                self._counts[session] = microbatches
         self._compare(session, known, microbatches)
         self._compare(session, others, microbatches)
+        if not news:
+            return
         for rank in self._followers | self._siblings:
             self._plane.post(
                 rank, Header(MessageKind.LAST, session=session, microbatch=microbatches)
@@ -66,11 +68,31 @@ class Endings:
         """How many microbatches the session has; None where that is not known yet."""
         return self._counts.get(session)
 
+    def check(self, session: int, microbatch: int) -> None:
+        """Raise if there can be no such microbatch, so that somebody must be wrong.
+
+        Raises:
+            DisagreementError: the session has fewer, says another rank of the first stage.
+        """
+        if session not in self._counts and session not in self._of_siblings:
+            return
+        with self._plane.lock:
+            counts = [counts.get(session) for counts in (self._counts, self._of_siblings)]
+        for count in counts:
+            if count is not None and microbatch >= count:
+                raise DisagreementError(
+                    f"session {session} ends after {count} microbatches on one rank of the first "
+                    f"stage, and another has microbatch {microbatch}: their data differ"
+                )
+
     def leave(self, session: int) -> None:
-        """This rank leaves a session, and all before it; with the plane's lock held."""
+        """This rank leaves a session; with the plane's lock held.
+
+        What is known of it stays until the next one is left: others may still be wrong.
+        """
         self._left = max(session, self._left)
         for counts in (self._counts, self._of_siblings):
-            for old in [number for number in counts if number <= self._left]:
+            for old in [number for number in counts if number < self._left]:
                 del counts[old]
 
     def _on_last(self, peer: int, frame: Frame) -> None:
@@ -80,7 +102,7 @@ class Endings:
             return
         with self._plane.lock:
             known = self._counts.get(session)
-            if session > self._left:
+            if session >= self._left:
                 self._of_siblings[session] = microbatches
         self._compare(session, known, microbatches)
 

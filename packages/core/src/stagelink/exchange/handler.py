@@ -128,7 +128,7 @@ class Handler:
         if self._session is not None and self._session.open:
             raise UsageError(
                 f"rank {self.rank}: session {self._session.number} is still open; leave its "
-                "with block before the next one"
+                "with block before the next one, or close the stream that it belongs to"
             )
         if microbatches is None:
             if not self.plan.inputs(self.stage.index):
@@ -222,6 +222,13 @@ class Handler:
             raise DeadlineError(f"rank {self.rank}: {what}: not done within {seconds:g} s")
 
     # -- the end
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Have an action called soon on the thread that reads; takes no lock, for finalizers.
+
+        The action returns at once and never raises.
+        """
+        self._plane.poller.call(action)
 
     def abort(self, error: BaseException) -> None:
         """Fail this rank and every other with the error's text; returns at once."""

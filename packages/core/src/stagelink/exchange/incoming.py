@@ -24,6 +24,7 @@ from stagelink.transport.header import Direction, Header, MessageKind
 if TYPE_CHECKING:
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
+    from stagelink.exchange.endings import Endings
     from stagelink.exchange.outgoing import Outgoing
     from stagelink.exchange.presence import Presence
     from stagelink.exchange.ways import Observe, WayIn
@@ -39,6 +40,7 @@ class Incoming:
         presence: who can still send something.
         outgoing: whose windows a gradient that nobody asks for must free.
         observe: called with each event; None where nobody observes.
+        endings: which microbatches there are.
 
     Attributes:
         inbox: what nobody has asked for yet.
@@ -46,9 +48,15 @@ class Incoming:
     """
 
     def __init__(
-        self, plane: Plane, presence: Presence, outgoing: Outgoing, observe: Observe | None
+        self,
+        plane: Plane,
+        presence: Presence,
+        outgoing: Outgoing,
+        observe: Observe | None,
+        endings: Endings,
     ) -> None:
         self._plane = plane
+        self._endings = endings
         self._presence = presence
         self._outgoing = outgoing
         self._observe = observe
@@ -77,6 +85,7 @@ class Incoming:
                 f"rank {peer} sent {header.kind.name} on edge {header.edge}, which does not come "
                 "from it"
             )
+        self._endings.check(header.session, header.microbatch)
         arrival = Arrival(header, peer)
         carried = self._open_envelope(arrival, frame)
         if carried:
@@ -179,7 +188,7 @@ class Incoming:
         return arrival, arrived
 
     def wait_announced(self, way: WayIn, key: Key, or_else: Callable[[], bool]) -> None:
-        """Wait until a message's header is here, or something else is true.
+        """Wait until a message's header is here, or something else is true; for however long.
 
         Raises:
             PeerClosedError: it can no longer come, and nothing else is true.

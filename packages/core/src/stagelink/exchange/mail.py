@@ -49,9 +49,9 @@ class Mail:
         endings: Endings,
     ) -> None:
         self._plane = plane
-        self._presence = Presence(plane)
+        self._presence = Presence(plane, endings)
         self.out = Outgoing(plane, self._presence, inline_bytes, observe)
-        self.into = Incoming(plane, self._presence, self.out, observe)
+        self.into = Incoming(plane, self._presence, self.out, observe, endings)
         self.endings = endings
 
     def enter(self, window_of: Callable[[Edge], int]) -> None:
@@ -79,9 +79,9 @@ class Mail:
         self.into.drop(unread)
         self.out.tell_end(session, why)
 
-    def left_by_choice(self, session: int) -> bool:
-        """Whether a peer has left a session, and not because of an error."""
-        return self._presence.left_by_choice(session)
+    def stopped(self, session: int) -> bool:
+        """Whether a peer has stopped a session for all."""
+        return self._presence.stopped(session)
 
     def abandon(self) -> None:
         """The handler is being closed: nobody will ask for what is here, nor for what comes."""

@@ -91,15 +91,10 @@ class Routes:
             ]
         return ways
 
-    def first_input(self, microbatch: int) -> WayIn | None:
-        """The way of the first message that a microbatch's forward waits for, if it waits for one.
-
-        Raises:
-            UsageError: as `outgoing`.
-        """
-        name = next(iter(self._inputs), None)
+    def all_incoming(self, microbatch: int) -> list[WayIn]:
+        """The ways of all messages that a microbatch's forward takes; raises as `outgoing`."""
         self._place_of(microbatch)
-        return None if name is None else self.incoming(name, microbatch)
+        return [self.incoming(name, microbatch) for name in self._inputs]
 
     def end(self, microbatches: int) -> Sequence[int]:
         """The session turns out to have so many microbatches; those of them that are `mine`."""

@@ -13,6 +13,7 @@ from stagelink.exchange.envelope import Terms, check_contract, check_gradient, s
 from stagelink.exchange.handles import RecvHandle, SendHandle
 from stagelink.exchange.marks import Marks
 from stagelink.exchange.out_link import SendJob
+from stagelink.exchange.presence import STOPPED
 from stagelink.exchange.routes import Routes
 from stagelink.schedule import UNTIL_END, rank_for
 from stagelink.transport.contract import Deadline
@@ -86,13 +87,18 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.open:
-            by_choice = error is None or kind is GeneratorExit
-            self._leave("" if by_choice else f" after {type(error).__name__}: {error}")
+        if self.open and kind is GeneratorExit:
+            self.stop()  # whoever iterates has stopped
+        elif self.open:
+            self._leave("" if error is None else f" after {type(error).__name__}: {error}")
 
     def leave(self) -> None:
         """End the session on this rank: free what was not answered and tell the peers."""
         self._leave("")
+
+    def stop(self) -> None:
+        """Leave, and have the others leave: their `stopped` is true, and `has` says no more."""
+        self._leave(STOPPED)
 
     def _leave(self, why: str) -> None:
         self.open = False
@@ -105,9 +111,9 @@ class Session:
         self._mail.leave(self.number, owed, why)
 
     @property
-    def left_by_choice(self) -> bool:
-        """Whether a peer has left this session, and not because of an error."""
-        return self._mail.left_by_choice(self.number)
+    def stopped(self) -> bool:
+        """Whether a peer has stopped this session; who sees it calls `stop`, for its own peers."""
+        return self._mail.stopped(self.number)
 
     # -- the end of the data
 
@@ -115,21 +121,22 @@ class Session:
         """Whether the session has a microbatch; what `actions` asks in a session until the end.
 
         Blocks there until the microbatch is announced or the end is known, however long that
-        takes; death, abort and goodbye end it. A rank that receives nothing knows the end only
-        from its own `end`.
+        takes; death, abort and goodbye end it. There it is announced when the headers of all that
+        its forward takes are here. A rank that receives nothing knows the end only from its own
+        `end`. False as well when a peer has stopped the session.
 
         Args:
             microbatch: one of `mine`, should the session have it.
         """
         self._check_open()
-        way = None
         if self.microbatches == UNTIL_END:
-            way = self._routes.first_input(microbatch)
-        if way is not None:  # else only an `end` of our own counts
-            key = Key(self.number, way.edge.index, Direction.FORWARD, microbatch)
-            if not self._has_taken(key):
-                self._mail.into.wait_announced(way, key, self._ends)
+            for way in self._routes.all_incoming(microbatch):
+                key = Key(self.number, way.edge.index, Direction.FORWARD, microbatch)
+                if not self._has_taken(key):
+                    self._mail.into.wait_announced(way, key, self._ends)
             self._learn_end()
+            if self.stopped:
+                return False
         return 0 <= microbatch < self.microbatches
 
     def end(self, microbatches: int) -> None:
@@ -160,7 +167,7 @@ class Session:
         self._learn_end()
 
     def _ends(self) -> bool:
-        return self._mail.endings.known(self.number) is not None
+        return self.stopped or self._mail.endings.known(self.number) is not None
 
     def _learn_end(self) -> None:
         known = self._mail.endings.known(self.number)
@@ -330,6 +337,7 @@ class Session:
     ) -> SendHandle:
         ways = self._outgoing(name, microbatch)
         edge = ways[0].edge
+        self._mail.endings.check(self.number, microbatch)
         key = Key(self.number, edge.index, Direction.FORWARD, microbatch)
         check = partial(check_contract, edge) if edge.tensor.has_contract else None
         job = self._job(ways, key, tensor, check)

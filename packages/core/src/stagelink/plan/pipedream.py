@@ -88,11 +88,19 @@ def parse_pipedream(text: str, where: str) -> dict[str, Any]:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(_BARE_NUMBER.sub(r'\1"\2"\3', text), object_pairs_hook=_once_each)
+        return _loaded(text)
     except RecursionError:
         raise PlanError(f"{where}: not JSON: it is nested too deep") from None
     except ValueError as error:
         raise PlanError(f"{where}: not JSON: {error}") from error
+
+
+def _loaded(text: str) -> Any:
+    """JSON, where that fails with bare numbers for keys, as PipeDream's optimizer writes them."""
+    try:
+        return json.loads(text, object_pairs_hook=_once_each)
+    except json.JSONDecodeError:
+        return json.loads(_BARE_NUMBER.sub(r'\1"\2"\3', text), object_pairs_hook=_once_each)
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

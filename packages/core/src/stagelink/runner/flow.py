@@ -7,7 +7,7 @@ whole batch with two versions; which weights a microbatch meets is said in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stagelink.runner.passage import Station
     from stagelink.runner.step import OptimizerStep
     from stagelink.runner.sync import ReplicaSync
+    from stagelink.schedule import Action
 
 __all__ = ["Flow"]
 
@@ -112,7 +113,8 @@ class Flow:
         rounds = 0
         self._update.clear()
         passage.look_ahead()
-        for action in session.actions:
+        actions = iter(session.actions)
+        while (action := self._next(actions)) is not None:
             passage.do(action)
             if action.kind is Kind.BACKWARD:
                 rounds += 1
@@ -121,6 +123,10 @@ class Flow:
                     self._next_version(passage.versions, takes_part=True)
         for _ in range(rounds, most_of_one(self._comm.stage, session.microbatches)):
             self._next_version(passage.versions, takes_part=False)  # the others have more
+
+    def _next(self, actions: Iterator[Action]) -> Action | None:
+        with self._station.clock.waiting:  # for the announcement of a microbatch, or of the end
+            return next(actions, None)
 
     def _next_version(self, versions: Versions, *, takes_part: bool) -> None:
         versions.about_to_update()
@@ -163,9 +169,8 @@ class _FlowPassage(Passage):
         self._rounds += 1
         self.look_ahead()
 
-    def _backward(self, microbatch: int) -> None:
-        super()._backward(microbatch)
-        self.versions.collect()
+    def _run_backward(self, run: Callable[[], None]) -> None:
+        self.versions.backward(run)
 
     def _module(self, microbatch: int) -> Callable[..., Any]:
         del microbatch
@@ -177,7 +182,7 @@ class _FlowPassage(Passage):
         if self._station.scores is None:
             return 0, 1
         target = tensors[TARGET]
-        if target is None or target.dim() == 0:
+        if target is None or target.dim() == 0 or not len(target):
             raise UsageError(
                 f"the target of microbatch {microbatch} has no items along a first dimension"
             )

@@ -32,7 +32,10 @@ class GradientBuffer:
         sizes = [parameter.numel() for parameter in parameters]
         used = sum(sizes) + len(parameters) + 1
         padding = -used % multiple
-        self.values = torch.zeros(used + padding, dtype=parameters[0].dtype)
+        dtype = parameters[0].dtype
+        # A sum of halves may be too large for one where their mean is not.
+        added = torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
+        self.values = torch.zeros(used + padding, dtype=added)
         self.scratch = torch.empty_like(self.values)
         parts = torch.split(self.values, [*sizes, len(parameters), 1, padding])
         *self._gradients, self._marks, self._takes_part, _ = parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagelink.runner import stage
@@ -114,11 +115,15 @@ class Passage:
         owing, outputs = self._kept.pop(microbatch)
         gradients = self._take_gradients(microbatch, outputs)
         with self._clock.computing:
-            stage.backward(outputs, gradients)
+            self._run_backward(partial(stage.backward, outputs, gradients))
         for name, tensor in owing.items():
             with self._clock.sending:
                 # The gradient is nobody else's, and lives until it is on its way.
                 self._session.send_grad(name, tensor.grad, microbatch, copy=False)
+
+    def _run_backward(self, run: Callable[[], None]) -> None:
+        """Run the backward of the oldest microbatch that has had its forward only."""
+        run()
 
     def _take_gradients(self, microbatch: int, outputs: Tensors) -> Tensors:
         if self._names.last:

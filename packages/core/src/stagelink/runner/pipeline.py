@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -16,7 +16,7 @@ from stagelink.runner.names import Names
 from stagelink.runner.passage import Passage, Station
 from stagelink.runner.scores import Loss, Metric, Reduction, Scores, means
 from stagelink.runner.step import OptimizerStep
-from stagelink.runner.stream import Output, stream
+from stagelink.runner.stream import Output, Stream, passing
 from stagelink.runner.summary import Clock, Summary, shares_of_all
 from stagelink.runner.sync import ReplicaSync
 from stagelink.schedule import replica_for
@@ -191,9 +191,7 @@ class PipelineRunner:
 
     # -- inference
 
-    def stream(
-        self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None
-    ) -> Iterator[Output]:
+    def stream(self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None) -> Stream:
         """Run batches through, forward only, in eval mode and without gradients, without an end.
 
         An iterator, which every rank goes through: on the last stage it gives outputs as they are
@@ -202,8 +200,11 @@ class PipelineRunner:
         the windows: when nobody takes outputs, the first stage soon takes no more batches.
 
         It ends when the batches do, on all replicas of the first stage after the same ones, and
-        all that went in has come out. Whoever stops iterating before (``break``) ends it for all,
-        and what is under way may be dropped. No loss is needed, nor a target in the batches.
+        all that went in has come out. Whoever stops before ends it for all, and what is under way
+        may be dropped: ``break`` out of ``for output in runner.stream(…)``, or `Stream.close`, also
+        at the end of a ``with`` block, where a name holds the stream. A first stage that waits in
+        its own ``batches`` hears of it when it gets the next one. No loss is needed, nor a target
+        in the batches.
 
         Args:
             batches: on a first stage; taken one at a time, when there is room.
@@ -212,8 +213,13 @@ class PipelineRunner:
             UsageError: a batch or the module's result is not as it should be.
             StagelinkError: a rank failed; every rank gets its text.
         """
+        return Stream(self._stream(batches), self._comm.soon)
+
+    def _stream(
+        self, batches: Iterable[Mapping[str, torch.Tensor]] | None
+    ) -> Generator[Output, None, None]:
         with _eval_mode(self._module):
-            yield from stream(self._comm, self._module, self._names, batches)
+            yield from passing(self._comm, self._module, self._names, batches)
 
     # -- state
 

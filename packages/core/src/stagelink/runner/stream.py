@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -15,11 +17,17 @@ from stagelink.runner.names import TARGET
 from stagelink.schedule import UNTIL_END
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from stagelink.exchange.handler import Handler
     from stagelink.exchange.session import Session
     from stagelink.runner.names import Names, Tensors
 
-__all__ = ["Output", "stream"]
+__all__ = ["Output", "Stream", "passing"]
+
+_unfinished: set[Generator[Output, None, None]] = set()
+_collecting: set[int] = set()
+"""The threads in which the garbage collector is running."""
 
 
 class Output(NamedTuple):
@@ -34,9 +42,71 @@ class Output(NamedTuple):
     value: Any
 
 
-def stream(
+class Stream(Iterator[Output]):
+    """Outputs of one rank, as they are ready. Also a context manager, which closes it.
+
+    Args:
+        steps: makes the outputs; when it is closed it has every other rank's stream end.
+        soon: calls an action soon, and takes no lock.
+    """
+
+    def __init__(
+        self, steps: Generator[Output, None, None], soon: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._steps = steps
+        self._soon = soon
+        # Else the garbage collector may close it by itself; see `__del__`.
+        _unfinished.add(steps)
+
+    def __next__(self) -> Output:
+        """The next output; blocks for it."""
+        try:
+            return next(self._steps)
+        except BaseException:
+            _unfinished.discard(self._steps)
+            raise
+
+    def close(self) -> None:
+        """Stop, and have every other rank's stream end as well; nothing where it has ended.
+
+        What is under way may be dropped. A ``for`` loop that is left by ``break`` does it where
+        nobody else holds the stream.
+        """
+        _unfinished.discard(self._steps)
+        self._steps.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._steps not in _unfinished:
+            return
+        if threading.get_ident() in _collecting:  # in the middle of anything, locks held
+            self._soon(self.close)
+        else:
+            self.close()
+
+
+def _on_collection(phase: str, info: object) -> None:
+    del info
+    change = _collecting.add if phase == "start" else _collecting.discard
+    change(threading.get_ident())
+
+
+gc.callbacks.append(_on_collection)
+
+
+def passing(
     comm: Handler, module: torch.nn.Module, names: Names, batches: Iterable[object] | None
-) -> Iterator[Output]:
+) -> Generator[Output, None, None]:
     """Carry one session through until the batches end or a rank stops; see the runner's method."""
     with comm.evaluate(UNTIL_END if names.first else None) as session, failing(comm):
         feed = None
@@ -45,10 +115,11 @@ def stream(
         try:
             yield from _pass_on(session, module, names, feed)
         except PeerClosedError:
-            if not session.left_by_choice:
+            if not session.stopped:
                 raise
-            return  # somebody has stopped; there is no count that all would come to
-        if feed is not None:
+        if session.stopped:
+            session.stop()  # there is no count that all would come to
+        elif feed is not None:
             session.end(feed.microbatches)
 
 
@@ -59,7 +130,7 @@ def _pass_on(
         if feed is not None:
             tensors: Tensors = feed.take(number)
         else:
-            tensors = {name: session.recv(name, number) for name in names.receives}
+            tensors = {n: session.recv(n, number, deadline_s=math.inf) for n in names.receives}
         # Not around the yield: it would be in force for whoever iterates.
         with torch.no_grad():
             result = module(**names.arguments(tensors))
@@ -73,11 +144,11 @@ def _pass_on(
 
 
 def _numbers(session: Session, feed: Feed | None) -> Iterator[int]:
-    """This rank's microbatches, until there are no more."""
+    """This rank's microbatches, until there are no more or a peer stops."""
     if feed is None:
         yield from (action.microbatch for action in session.actions)
         return
     for number in session.mine:
-        if not feed.reaches(number):
+        if session.stopped or not feed.reaches(number):
             return
         yield number

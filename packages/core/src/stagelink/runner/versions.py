@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.func import functional_call
 
 from stagelink.errors import UsageError
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = ["Versions"]
+
+_State = tuple[int, int] | None
 
 
 class Versions:
@@ -78,16 +78,47 @@ class Versions:
         self._under_way.append(version)
         return partial(_call, self._module, self._copy(version))
 
-    def collect(self) -> None:
-        """The oldest microbatch's backward is done: add its gradients to the masters'."""
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run the oldest microbatch's backward, and add its gradients to the masters'.
+
+        The module has the microbatch's weights meanwhile: where activations are checkpointed its
+        forward runs again.
+
+        Raises:
+            UsageError: the module's forward changed its weights, or did not use those that its
+                parameters' names stand for.
+        """
         if self._direct:
+            run()
             return
-        for name, copy in self._copies[self._under_way.popleft()].items():
-            gradient, copy.grad = copy.grad, None
-            master = self._masters[name]
-            if gradient is not None:
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        version = self._under_way.popleft()
+        copies = self._copies[version]
+        given = {name: _state(master.grad) for name, master in self._masters.items()}
+        weights = {f"module.{name}": copy for name, copy in copies.items()}
+        functional_call(_Within(self._module), weights, (run,))
+        for name, copy in copies.items():
+            self._check_used(name, copy, given[name])
+            self._collect(self._masters[name], copy)
         self._forget()
+
+    def _check_used(self, name: str, copy: torch.Tensor, before: _State) -> None:
+        if copy._version:
+            raise UsageError(
+                f"parameter {name!r}: the module's forward changes it in place (as an embedding "
+                "with max_norm does), and with an asynchronous schedule that would be lost: it "
+                "works on a copy"
+            )
+        if _state(self._masters[name].grad) != before:
+            raise UsageError(
+                f"parameter {name!r}: the module's forward reaches it past its name (by a list of "
+                "its own, say), and so uses newer weights than the asynchronous schedule says"
+            )
+
+    @staticmethod
+    def _collect(master: torch.Tensor, copy: torch.Tensor) -> None:
+        gradient, copy.grad = copy.grad, None
+        if gradient is not None:
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     def about_to_update(self) -> None:
         """The masters are about to become the next version."""
@@ -108,6 +139,22 @@ class Versions:
         oldest = min([*self._under_way, self.newest - self._behind])
         for version in [version for version in self._copies if version < oldest]:
             del self._copies[version]
+
+
+class _Within(torch.nn.Module):
+    """Runs something while its inner module is given other weights."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], None]) -> None:
+        run()
+
+
+def _state(gradient: torch.Tensor | None) -> _State:
+    """What changes when something is added to a gradient."""
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _call(module: torch.nn.Module, weights: dict[str, torch.Tensor], **tensors: Any) -> Any:

@@ -34,7 +34,7 @@ def receive_bytes(
 
     Args:
         plan: the plan.
-        microbatches: how many a training session has in the whole pipeline.
+        microbatches: how many a training session has in the whole pipeline, or `UNTIL_END`.
         windows: per edge, in training.
         forward_windows: per edge, in evaluation.
 

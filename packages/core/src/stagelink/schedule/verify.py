@@ -35,7 +35,8 @@ class Verdict:
 
     Attributes:
         problem: why it cannot run, a line per problem; None where it can.
-        microbatches: how many the training session has in the whole pipeline.
+        microbatches: how many were walked; all that the training session has in the whole
+            pipeline, but where it goes on until the end.
         warm_up: per stage, the forwards ahead of its first backward; 0 where the schedule has
             none.
         windows: per edge, the messages that may be in flight between two ranks in training.
@@ -69,8 +70,9 @@ def verify(
 
     What it proves it proves for these actions; a loop that departs from them may still hang.
 
-    A session until the end is walked as far as its order of actions takes to repeat: what comes
-    after that waits for nothing else.
+    A session until the end is walked as far as its order of actions takes to repeat, where warm-up
+    or window were set by hand: what comes after that waits for nothing else. Elsewhere the formula
+    for the warm-up is the proof, and a short walk a check of it.
 
     Args:
         plan: the plan.
@@ -86,7 +88,7 @@ def verify(
     """
     if microbatches is None:
         microbatches = UNTIL_END if plan.asynchronous else plan.microbatches
-    count = _counted(microbatches)
+    count = most = _counted(microbatches)
     warm_up = find_warm_up(plan) if plan.has_warm_up else (0,) * len(plan.stages)
     if count == UNTIL_END:
         if plan.schedule == "gpipe":
@@ -103,7 +105,7 @@ def verify(
     # What a walk without windows had in flight is enough for every other order of the same lists.
     windows = at_least_two(walked.peaks) if given is None else given
     forward = windows if plan.schedule == "forward" else forward_windows(plan)
-    held = receive_bytes(plan, count, windows, forward)
+    held = receive_bytes(plan, most, windows, forward)
     problems += [*_hang(plan, walked, windows), *_overflow(plan, held)]
     problems += version_problems(plan, warm_up)
     return Verdict(_joined(problems), count, warm_up, windows, forward, held, walked.rounds)
