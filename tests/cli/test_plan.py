@@ -196,6 +196,23 @@ def test_the_json_stands_alone_even_where_a_plugin_prints(
     assert "hello from the plugin" in result.stderr
 
 
+def test_of_asynchronous_schedules_all_counts_are_proved(invoke: Invoke, write: Write) -> None:
+    text = said(invoke("plan", write((2, 1), FAST, schedule="pipedream")))
+    assert (
+        "Verified: no rank waits in a circle, however many microbatches there are; a walk of 8 "
+        "agrees."
+    ) in text
+
+
+def test_a_broken_transport_does_not_fill_the_table(
+    invoke: Invoke, write: Write, site: Site
+) -> None:
+    site.plugin("far", "raise ImportError('no' * 1000)")
+    text = said(invoke("plan", write((1, 1), '[[links]]\ntransport = ["far", "fast"]\n')))
+    assert "not far: broken on rank 0" in text
+    assert "nono" * 30 not in text
+
+
 def test_receive_memory_is_by_rank(invoke: Invoke, write: Write) -> None:
     path = write((1, 2), FAST, microbatches=5, schedule="gpipe", tensor=DECLARED)
     found = verify(Plan.load(path)).receive_bytes
@@ -332,6 +349,9 @@ def test_a_depth_map_that_hangs(invoke: Invoke, pipedream: Callable[..., Path]) 
     found = values(result)
     assert not found["verified"]
     assert "the ranks wait for each other in a circle: rank 0 (stage 'stage0')" in found["problem"]
+    assert found["problem"].endswith(
+        'in this file: "stage_to_depth_map": {"0": 2, "1": 1, "2": 0}'
+    )
     assert "2, 1, 0 is safe" in found["problem"]
 
 

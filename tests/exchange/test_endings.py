@@ -10,6 +10,7 @@ import torch
 import stagelink
 from stagelink import UNTIL_END
 from stagelink.exchange.marks import Marks
+from stagelink.transport.contract import Deadline
 from tests.support.pipelines import check_same, line
 
 if TYPE_CHECKING:
@@ -172,6 +173,29 @@ def test_replicas_of_the_first_stage_must_agree(any_ranks: Ranks) -> None:
     ends = any_ranks.run_to_ends(any_ranks.plan((2, 1)), _two_numbers)
     assert all("session 0 ends after" in end.text for end in ends)
     assert all("their data differ" in end.text for end in ends)
+
+
+def _late(comm: stagelink.Handler) -> None:
+    with comm.evaluate(UNTIL_END if comm.rank < 2 else None) as session:
+        if comm.rank == 0:
+            session.send("h", torch.ones(2), 0)
+            session.end(2)
+        elif comm.rank == 1:
+            session.send("h", torch.ones(2), 1)
+        else:
+            for action in session.actions:
+                session.recv("h", action.microbatch)
+        if comm.rank == 1:
+            endings = session._mail.endings
+            assert comm._plane.wait(lambda: 0 in endings._of_siblings, Deadline(20))
+            text = "ends after 2 microbatches on one rank .* another has microbatch 3"
+            with pytest.raises(stagelink.DisagreementError, match=text):
+                session.send("h", torch.ones(2), 3)
+        comm.reduce([0.0])
+
+
+def test_a_microbatch_beyond_the_end_is_told_for_what_it_is(any_ranks: Ranks) -> None:
+    any_ranks.run(any_ranks.plan((2, 1)), _late)
 
 
 def _leaves(comm: stagelink.Handler) -> None:

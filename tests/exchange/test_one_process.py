@@ -89,6 +89,32 @@ def test_an_error_comes_out_as_it_was() -> None:
     assert caught.traceback[-1].name == "_fails"
 
 
+def _leaves_early(comm: Handler) -> None:
+    module = build(line(2), comm.stage.index)
+    runner = stagelink.PipelineRunner(
+        comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)
+    )
+    runner.train(make_batches([4]) if comm.stage.index == 0 else None)
+    if comm.rank < 2:
+        runner.train(make_batches([4]))
+
+
+def test_an_error_is_of_the_rank_that_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no thread that is in gloo would be cut off by the end of the process."""
+    daemons = []
+    start = threading.Thread.start
+
+    def watched(thread: threading.Thread) -> None:
+        if thread.name == "stagelink-replicas-break":
+            daemons.append(thread.daemon)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", watched)
+    with pytest.raises(stagelink.PeerClosedError, match="peer rank 2 closed"):
+        stagelink.in_one_process(plan(schedule="pipedream"), _leaves_early)
+    assert True not in daemons
+
+
 def test_a_plan_that_cannot_run() -> None:
     wrong = plan(window=1, schedule="1f1b")
     stages = (dataclasses.replace(wrong.stages[0], warm_up=3), wrong.stages[1])

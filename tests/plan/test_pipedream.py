@@ -64,6 +64,11 @@ def test_no_depth_map_may_be_written_as_null(tmp_path: Path) -> None:
     assert load(tmp_path, configuration([1, 1]) | {"stage_to_depth_map": None}).stages
 
 
+def test_what_is_json_is_read_as_it_is(tmp_path: Path) -> None:
+    found = {**configuration([1, 1]), "routing": "x, 1: y"}
+    assert any("unknown routing 'x, 1: y'" in line for line in refusal(tmp_path, found))
+
+
 def test_bare_numbers_as_keys(tmp_path: Path) -> None:
     """As in vgg16/gpus=4/mp_conf.json."""
     text = """{

@@ -287,7 +287,8 @@ class Checkpointed(Toy):
     """Runs its forward again in the backward."""
 
     def forward(self, **tensors: torch.Tensor) -> Any:
-        return checkpoint(super().forward, use_reentrant=False, **tensors)
+        forward = super().forward
+        return checkpoint(lambda: forward(**tensors), use_reentrant=False)
 
 
 def _checkpointed(comm: Handler, sizes: Sequence[int]) -> Trained:
@@ -348,7 +349,7 @@ def test_a_target_needs_items(rank_pool: RankPool) -> None:
     assert all(end.kind != "" for end in ends)
 
 
-def _waits(comm: Handler) -> stagelink.Summary:
+def _waits(comm: Handler) -> Summary:
     module = build(line(2), comm.stage.index)
     runner = PipelineRunner(
         comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)

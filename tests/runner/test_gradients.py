@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stagelink import PipelineRunner, StagelinkError
+from stagelink.runner.gradients import GradientBuffer
 from tests.runner.models import CLASSES, WIDTH, fill, make_batches, quick_sgd
 from tests.support.pipelines import LOOPBACK, Document, Ranks, tensor
 
@@ -268,6 +269,19 @@ class Sparse(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.table((x[:, 0] > 0).long())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_of_halves_is_made_of_singles(dtype: torch.dtype) -> None:
+    """Their sum may be too large for a half where their mean is not."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    parameter.grad = torch.full((3,), 40000.0, dtype=dtype)
+    expected = parameter.grad.clone()
+    buffer = GradientBuffer([parameter], multiple=2)
+    buffer.fill()
+    buffer.values.mul_(2)  # as the other replica has the same
+    buffer.hand_out(mean=True)
+    assert torch.equal(parameter.grad, expected)
 
 
 def test_a_sparse_gradient_cannot_be_added_over_replicas(rank_pool: RankPool) -> None:

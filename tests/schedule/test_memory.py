@@ -89,3 +89,23 @@ def test_no_gradients_where_there_are_none() -> None:
 def test_unknown_where_an_edge_of_the_rank_is_not_declared(changes: dict[str, Any]) -> None:
     held = verify(three_stages(**changes)).receive_bytes
     assert held == {0: None, 1: None, 2: None, 3: 2 * 2000 + 2 * 3 * 8}
+
+
+def test_until_the_end_it_is_that_of_a_long_session() -> None:
+    deep = Plan.from_dict(
+        {
+            "pipeline": {"microbatches": 1, "schedule": "pipedream"},
+            "stages": [{"name": f"s{i}", "ranks": [i]} for i in range(9)],
+            "tensors": [
+                {
+                    "name": f"h{i}",
+                    "from": f"s{i}",
+                    "to": [f"s{i + 1}"],
+                    "dtype": "int8",
+                    "shape": [100],
+                }
+                for i in range(8)
+            ],
+        }
+    )
+    assert verify(deep).receive_bytes == verify(deep, 1000).receive_bytes

@@ -14,6 +14,7 @@ MakePlan = Callable[..., Plan]
 Programs = Callable[..., list[Sequence[Action]]]
 
 PREFIX = "the ranks wait for each other in a circle: "
+SUFFIX = ". F and B with a number are the forward and the backward of that microbatch"
 
 
 def actions(text: str, stage: int) -> list[Action]:
@@ -27,6 +28,7 @@ def test_a_gradient_and_a_message(make_plan: MakePlan) -> None:
         "rank 0 (stage 's0') waits in B0 for the gradient of 't00' microbatch 0 from rank 1; "
         "rank 1 (stage 's1') waits in F1 for 't00' microbatch 1 from rank 0 "
         "(leave out the warm_up of 's0', 's1': 1, 0 is safe, stage by stage)"
+        f"{SUFFIX}"
     )
 
 
@@ -36,6 +38,7 @@ def test_a_window_that_only_the_waiting_rank_itself_would_free(make_plan: MakePl
         "rank 0 (stage 's0') waits in F2 to send 't00' microbatch 2: all 2 places are taken until "
         "it receives a gradient, which it does only later "
         "(leave out window = 2, or make it larger)"
+        f"{SUFFIX}"
     )
 
 
@@ -48,6 +51,7 @@ def test_a_window_that_the_other_rank_would_free(make_plan: MakePlan) -> None:
         "rank 1 receives; "
         "rank 1 (stage 's1') waits in F1 for 't00' microbatch 1 from rank 0 "
         "(leave out window = 1, or make it larger)"
+        f"{SUFFIX}"
     )
 
 

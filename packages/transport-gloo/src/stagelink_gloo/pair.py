@@ -148,7 +148,7 @@ class Pair:
                     target=self._break,
                     args=(self._group,),
                     name=f"stagelink-gloo-break-{self._peer}",
-                    daemon=True,
+                    daemon=False,  # gloo ends the process if that ends in the middle of it
                 )
                 self._breaker.start()
 

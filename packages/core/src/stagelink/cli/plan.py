@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from stagelink.cli.assumed import assumed_links
 from stagelink.cli.output import plan_file, plugins_print_to_stderr, print_json, print_parts
 from stagelink.cli.plan_tables import plan_tables
 from stagelink.plan import Plan
-from stagelink.plan.files import read_mapping
-from stagelink.schedule import verify
+from stagelink.plan.files import is_json, read_mapping
+from stagelink.schedule import free_warm_up, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +70,7 @@ def plan_command(
     if write_toml is not None:
         _write_toml(config, write_toml)
     with plugins_print_to_stderr():
-        report = _look_at(plan)
+        report = _look_at(plan, config)
     if as_json:
         print_json(_as_json(report))
     else:
@@ -92,11 +93,19 @@ def _write_toml(config: str, target: str) -> None:
         raise click.FileError(target, error.strerror) from error
 
 
-def _look_at(plan: Plan) -> _Report:
+def _look_at(plan: Plan, config: str) -> _Report:
     verdict = verify(plan)
     links = assumed_links(plan, verdict.windows)
-    problems = [verdict.problem, _link_problem(links)]
+    by_hand = any(stage.warm_up is not None for stage in plan.stages)
+    remedy = _depth_map(plan) if verdict.problem and by_hand and is_json(config) else None
+    problems = [verdict.problem, remedy, _link_problem(links)]
     return _Report(plan, verdict, links, "\n".join(filter(None, problems)) or None)
+
+
+def _depth_map(plan: Plan) -> str:
+    """A safe warm-up in the words of PipeDream's file."""
+    depths = {str(stage): ahead for stage, ahead in enumerate(free_warm_up(plan))}
+    return f'in this file: "stage_to_depth_map": {json.dumps(depths)}'
 
 
 def _link_problem(links: Sequence[AssumedLink]) -> str | None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["plan_tables"]
 
 _MOST_LISTED = 6
+_MOST_OF_A_REASON = 100
 
 
 def plan_tables(
@@ -128,8 +129,13 @@ def _ranks(links: Sequence[AssumedLink]) -> str:
 def _why(outcome: Outcome) -> str:
     if outcome.transport is None:
         return "see below"
-    refusals = [f"not {name}: {reason}" for name, reason in outcome.passed_over]
+    refusals = [f"not {name}: {_short(reason)}" for name, reason in outcome.passed_over]
     return "\n".join([outcome.decided_by, *refusals])
+
+
+def _short(reason: str) -> str:
+    """Its beginning; `stagelink doctor` and the JSON have all of it."""
+    return reason if len(reason) <= _MOST_OF_A_REASON else f"{reason[:_MOST_OF_A_REASON]}…"
 
 
 def _conclusion(plan: Plan, verdict: Verdict, problem: str | None) -> Iterator[Text]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from stagelink.control.fields import decode, encode
 from stagelink.errors import DisagreementError, ProtocolError
+from stagelink.schedule import UNTIL_END
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 
@@ -105,8 +106,9 @@ class Openings:
         for field, here, there in zip(Opening._fields, mine, theirs, strict=True):
             if here != there and not (field == "items" and None in (here, there)):
                 raise DisagreementError(
-                    f"session {session}: {field} is {here!r} on rank {self._plane.rank}, "
-                    f"{there!r} on rank {peer}; every rank opens the same sessions in one order"
+                    f"session {session}: {field} is {_shown(here)} on rank {self._plane.rank}, "
+                    f"{_shown(there)} on rank {peer}; every rank opens the same sessions in one "
+                    "order, and all replicas of the first stage are given the same batches"
                 )
 
     def _forget(self, session: int) -> None:
@@ -115,3 +117,7 @@ class Openings:
             heard = self._theirs.get(session, {})
             if session in self._mine and heard.keys() >= set(self._plane.peers):
                 del self._mine[session], self._theirs[session]
+
+
+def _shown(value: object) -> str:
+    return "until the end" if value == UNTIL_END else repr(value)

@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 from stagelink.errors import AbortedError, PeerClosedError
 from stagelink.exchange.connect import connect
 from stagelink.plan import LinkRule, Plan
+from stagelink.transport.contract import Deadline
 from stagelink.transport.loopback import Loopback
 
 if TYPE_CHECKING:
@@ -25,13 +26,16 @@ __all__ = ["in_one_process"]
 
 T = TypeVar("T")
 
+_PATIENCE_S = 5.0
+
 
 def in_one_process(plan: Plan, work: Callable[[Handler], T]) -> list[T]:
     """Run ``work(comm)`` for every rank of a plan, each on a thread of this process.
 
     Everything is as with processes, but for three things: all stages are
-    on the CPU, all links go by ``loopback``, and nothing waits with a deadline, so that a debugger
-    may stop a rank for as long as it likes. Ctrl-C ends all ranks.
+    on the CPU, all links go by ``loopback``, and no message is waited for with a deadline, so that
+    a debugger may stop a rank for as long as it likes. Ctrl-C ends all ranks; one that does not
+    end within 5 s is left behind.
 
     Threads share torch's generator of random numbers, so seeding it in ``work`` does not make
     replicas alike: build modules before, or fill them from a ``torch.Generator`` of their own.
@@ -73,6 +77,9 @@ def in_one_process(plan: Plan, work: Callable[[Handler], T]) -> list[T]:
     except BaseException as error:
         for comm in handlers:
             comm.abort(error)
+        patience = Deadline(_PATIENCE_S)
+        for thread in threads:  # the process may be about to end, and must not find them at work
+            thread.join(patience.remaining_s)
         raise
     _raise_first([future.exception() for future in futures])
     return [future.result() for future in futures]
@@ -88,9 +95,12 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
 def _raise_first(ends: Sequence[BaseException | None]) -> None:
     """Raise the error where it began, if there is one: the others only heard of it."""
     errors = [end for end in ends if end is not None]
-    heard = (AbortedError, PeerClosedError)
-    for error in sorted(errors, key=lambda error: isinstance(error, heard)):
-        raise error
+
+    def hearsay(error: BaseException) -> int:
+        return 2 * isinstance(error, AbortedError) + isinstance(error, PeerClosedError)
+
+    if errors:
+        raise min(errors, key=hearsay)
 
 
 def _for_threads(plan: Plan) -> Plan:

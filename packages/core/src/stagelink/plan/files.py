@@ -10,7 +10,7 @@ from typing import Any
 from stagelink.errors import PlanError
 from stagelink.plan.pipedream import parse_pipedream
 
-__all__ = ["parse_toml", "read_mapping"]
+__all__ = ["is_json", "parse_toml", "read_mapping"]
 
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -19,8 +19,13 @@ def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         PlanError: the file cannot be read, or is not what its name says.
     """
-    parse = parse_pipedream if Path(path).suffix.lower() == ".json" else parse_toml
+    parse = parse_pipedream if is_json(path) else parse_toml
     return parse(_read_text(path), os.fspath(path))
+
+
+def is_json(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is taken for a configuration of PipeDream's: by its name."""
+    return Path(path).suffix.lower() == ".json"
 
 
 def _read_text(path: str | os.PathLike[str]) -> str:

@@ -188,7 +188,9 @@ class ReplicaGroup:
         group, self._group = self._group, None
         if group is not None and self._working:
             breaker = partial(_break_off, group, (self._me + 1) % self.size)
-            threading.Thread(target=breaker, name="stagelink-replicas-break", daemon=True).start()
+            # No daemon: gloo ends the process where the interpreter's end finds it at work.
+            name = "stagelink-replicas-break"
+            threading.Thread(target=breaker, name=name, daemon=False).start()
 
 
 def _carry_out(work: Callable[[], None], done: Future[None]) -> None:

@@ -20,6 +20,7 @@ from stagelink.schedule.routing import (
     rank_for,
     replica_for,
 )
+from stagelink.schedule.search import free_warm_up
 from stagelink.schedule.verify import Verdict, require, verify
 from stagelink.schedule.versions import rounds_per_update, version_for
 from stagelink.schedule.walk import Walked, walk
@@ -41,6 +42,7 @@ __all__ = [
     "actions_of",
     "choose_warm_up",
     "default_warm_up",
+    "free_warm_up",
     "least_warm_up",
     "message_bytes",
     "microbatches_of",

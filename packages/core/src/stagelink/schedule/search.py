@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from stagelink.plan import Plan
 
-__all__ = ["find_warm_up", "until_it_repeats"]
+__all__ = ["find_warm_up", "free_warm_up", "until_it_repeats"]
 
 _MOST_MORE = 16
 _LONG_WALK = 10_000
@@ -44,6 +44,12 @@ def find_warm_up(plan: Plan) -> tuple[int, ...]:
         more += 1
         warm_up = choose_warm_up(plan, more)
     return warm_up
+
+
+def free_warm_up(plan: Plan) -> tuple[int, ...]:
+    """As `find_warm_up`, as if nothing had been set by hand."""
+    free = tuple(dataclasses.replace(stage, warm_up=None) for stage in plan.stages)
+    return find_warm_up(dataclasses.replace(plan, stages=free))
 
 
 def until_it_repeats(plan: Plan, warm_up: Sequence[int]) -> int:

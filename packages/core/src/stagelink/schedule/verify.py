@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from stagelink.plan.problems import quoted
 from stagelink.schedule.actions import UNTIL_END, actions_for
 from stagelink.schedule.checks import action_problems
 from stagelink.schedule.memory import receive_bytes
-from stagelink.schedule.search import find_warm_up, until_it_repeats
+from stagelink.schedule.search import find_warm_up, free_warm_up, until_it_repeats
 from stagelink.schedule.versions import version_problems
 from stagelink.schedule.waits import circle, describe
 from stagelink.schedule.walk import walk
@@ -145,22 +144,23 @@ def _programs(
 def _hang(plan: Plan, walked: Walked, windows: Sequence[int]) -> Iterator[str]:
     if walked.waits:
         ring = describe(plan, circle(walked.waits), windows)
-        yield f"the ranks wait for each other in a circle: {ring}{_advice(plan)}"
+        yield (
+            f"the ranks wait for each other in a circle: {ring}{_advice(plan)}. F and B with a "
+            "number are the forward and the backward of that microbatch"
+        )
 
 
 def _advice(plan: Plan) -> str:
     by_hand = [stage.name for stage in plan.stages if stage.warm_up is not None]
     texts = []
     if by_hand:
-        free = tuple(dataclasses.replace(stage, warm_up=None) for stage in plan.stages)
-        safe = find_warm_up(dataclasses.replace(plan, stages=free))
-        values = ", ".join(map(str, safe))
+        values = ", ".join(map(str, free_warm_up(plan)))
         texts.append(
             f"leave out the warm_up of {quoted(by_hand)}: {values} is safe, stage by stage"
         )
     if plan.window is not None:
         texts.append(f"leave out window = {plan.window}, or make it larger")
-    return f" ({'; '.join(texts)})" if texts else ""
+    return f" ({'; and '.join(texts)})" if texts else ""
 
 
 def _overflow(plan: Plan, held: Mapping[int, int | None]) -> Iterator[str]:
