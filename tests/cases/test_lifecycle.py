@@ -17,7 +17,16 @@ import torch.distributed as dist
 
 import stagelink
 from stagelink.testing import LeakCheck
-from tests.support.pipelines import GLOO, INLINE, LOOPBACK, Ranks, check_same, document, joined
+from tests.support.pipelines import (
+    GLOO,
+    INLINE,
+    LOOPBACK,
+    SHM,
+    Ranks,
+    check_same,
+    document,
+    joined,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -111,7 +120,7 @@ def _all_reduce(rank: int) -> None:
     assert total.item() == 3.0
 
 
-@pytest.mark.parametrize("wire", [GLOO, INLINE[1]], ids=str)
+@pytest.mark.parametrize("wire", [GLOO, SHM, INLINE[1]], ids=str)
 def test_c045_the_users_default_group(rank_pool: RankPool, wire: Wire) -> None:
     Ranks(wire, rank_pool).run_bare(_beside_the_default_group, 2, document(wire))
 

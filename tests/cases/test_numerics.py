@@ -11,7 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from stagelink.schedule import Kind
-from tests.support.pipelines import GLOO, INLINE, Ranks, check_same, document, joined, line, tensor
+from tests.support.pipelines import (
+    GLOO,
+    INLINE,
+    SHM,
+    Ranks,
+    check_same,
+    document,
+    joined,
+    line,
+    tensor,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -148,7 +158,7 @@ def _backward(module: Any, y: torch.Tensor, gradient: torch.Tensor | None, last:
             y.backward(gradient)
 
 
-@pytest.mark.parametrize("wire", [GLOO, INLINE[1]], ids=str)
+@pytest.mark.parametrize("wire", [GLOO, SHM, INLINE[1]], ids=str)
 def test_c063_a_replicated_stage_under_ddp(rank_pool: RankPool, wire: Wire) -> None:
     plan = document(wire, (2, 1), line(2))
     zero, one, two = Ranks(wire, rank_pool).run_bare(_with_ddp, 3, plan)

@@ -65,6 +65,10 @@ class TwinPort:
     def peer(self) -> int:
         return self.twin.peer
 
+    @property
+    def window(self) -> int:
+        return 1
+
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         assert not fds
         self.twin.post(NOTE, note)
@@ -83,6 +87,9 @@ class TwinPort:
 
     def wake(self) -> None:
         self.twin.wake()
+
+    def call(self, action: Callable[[], None]) -> None:
+        raise AssertionError("nothing is lent")
 
     def store(self) -> Store:
         return self.twin.store

@@ -57,7 +57,8 @@ class Wire:
 LOOPBACK = Wire("loopback")
 RENDEZVOUS = Wire("loopback", options={"rendezvous": True})
 GLOO = Wire("gloo", options={"interface": "lo"}, processes=True)
-WIRES = (LOOPBACK, RENDEZVOUS, GLOO)
+SHM = Wire("shm", processes=True)
+WIRES = (LOOPBACK, RENDEZVOUS, GLOO, SHM)
 INLINE = (
     Wire("loopback", inline_bytes=8192),
     Wire("gloo", inline_bytes=8192, options={"interface": "lo"}, processes=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -71,6 +72,13 @@ def test_shared_memory() -> None:
         check.verify(settle_s=0)
     memory.close()
     memory.unlink()
+
+
+def test_shared_mappings() -> None:
+    check = LeakCheck("shared mappings")
+    with mmap.mmap(-1, 4096), pytest.raises(AssertionError, match="mapping of '/dev/zero"):
+        check.verify(settle_s=0)
+    check.verify()
 
 
 def test_all_that_is_left_is_listed() -> None:

@@ -75,7 +75,7 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
     rendezvous = Rendezvous(opened, f"{launch.run_id}/{plan.name}", me, plan.world_size)
     engine = Engine(plan, me, plugins, rendezvous, hosts_store=hosts)
     try:
-        engine.join(found, deadline)
+        engine.join(found, verdict, deadline)
     except BaseException as error:
         engine.abandon(error)
         raise

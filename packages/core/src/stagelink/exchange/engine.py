@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.exchange.arrival import Key
     from stagelink.plan import Plan
+    from stagelink.schedule import Verdict
     from stagelink.transport.contract import Link, Transport
     from stagelink.transport.events import EventName
     from stagelink.transport.plugins import Plugins
@@ -91,7 +92,7 @@ class Engine:
         self.wiring = Wiring(plan, rank, self.plane, self.mail, pool, rendezvous)
         self._watch = AbortWatch(self.plane, rendezvous)
 
-    def join(self, found: Survey, deadline: Deadline) -> None:
+    def join(self, found: Survey, verdict: Verdict, deadline: Deadline) -> None:
         """Meet every peer, agree on transports, open the links; see `stagelink.connect`."""
         self._transports = found.transports
         me = End(self.rank, self._server(), process_id(), found.offers)
@@ -113,7 +114,8 @@ class Engine:
         ends = {peer: End.from_json(said["end"]) for peer, said in meeting.greetings.items()}
         ends[self.rank] = me
         self.wiring.agree(ends, found, asker(found, self._plugins.hooks, self.rank), deadline)
-        self.wiring.open(found.transports, deadline)
+        windows = [*map(max, verdict.windows, verdict.forward_windows)]
+        self.wiring.open(found.transports, windows, deadline)
         for link in self.wiring.links:
             self._plugins.hooks.link_opened(link)
             logger.debug("rank %d: opened %s", self.rank, link)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.control.connection import close_all
 from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
+from stagelink.transport.contract import Ready
 
 if TYPE_CHECKING:
     import torch
@@ -78,14 +79,16 @@ class InLink(LinkEnd):
                 return
             self.unfinished += 1
             self._queue.append(_Announced(arrival, note, fds))
-            self._pump()
+            ready = self._pump()
+        self._settle(ready)
 
     def opened(self, receiver: Receiver) -> None:
         """The transport's end is there: begin what was held for it."""
         self._opened(receiver)
         with self._lock:
             self._receiver = receiver
-            self._pump()
+            ready = self._pump()
+        self._settle(ready)
 
     @property
     def finishes_in_caller(self) -> bool:
@@ -113,11 +116,20 @@ class InLink(LinkEnd):
             if self._begun:
                 self._call_worker()
 
-    def _pump(self) -> None:
+    def _pump(self) -> list[Arrival]:
+        """Begin what can begin; returns what is ready at once, to be settled without the lock."""
+        ready: list[Arrival] = []
         while self._queue and self._receiver and len(self._begun) < self._capabilities.in_flight:
-            self._begin(self._queue.popleft())
+            announced = self._queue.popleft()
+            if self._begin(announced):
+                ready.append(announced.arrival)
+        return ready
 
-    def _begin(self, announced: _Announced) -> None:
+    def _settle(self, ready: Sequence[Arrival]) -> None:
+        for arrival in ready:
+            self._settled(arrival)
+
+    def _begin(self, announced: _Announced) -> bool:
         arrival, note, fds = announced
         header = arrival.header
 
@@ -126,14 +138,23 @@ class InLink(LinkEnd):
             return arrival.payload
 
         if self._receiver is None:
-            return
+            return False
         try:
             pending = self._receiver.begin(header, note, fds, accept)
         except Exception as error:
             raise mapped(f"receiving on {self.link}", error) from error
+        if isinstance(pending, Ready):
+            self._arrived(arrival, pending.payload)
+            return True
         self._begun.append(_Received(pending, arrival))
         if not self._capabilities.caller_thread or arrival.abandoned:
             self._call_worker()
+        return False
+
+    def _arrived(self, arrival: Arrival, payload: torch.Tensor | None) -> None:
+        self.unfinished -= 1
+        if payload is not None:
+            arrival.payload = payload
 
     def _has_work(self) -> bool:
         return bool(self._begun)
@@ -151,8 +172,6 @@ class InLink(LinkEnd):
             raise mapped(f"receiving on {self.link}", error) from error
         with self._lock:
             self._begun.popleft()
-            self.unfinished -= 1
-            self._pump()
-        if payload is not None:
-            arrival.payload = payload
-        self._settled(arrival)
+            self._arrived(arrival, payload)
+            ready = self._pump()
+        self._settle([arrival, *ready])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -103,6 +103,10 @@ class _Port:
     def peer(self) -> int:
         return _other(self.link, self.rank)
 
+    @property
+    def window(self) -> int:
+        return self._wiring.window_of(self.link)
+
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         self._wiring.plane.post(
             self.peer, Header(MessageKind.NOTE, link=self._number), note, fds=fds
@@ -132,6 +136,9 @@ class _Port:
 
     def wake(self) -> None:
         self._wiring.plane.changed()
+
+    def call(self, action: Callable[[], None]) -> None:
+        self._wiring.plane.poller.call(action)
 
     def store(self) -> Store:
         low, high = sorted((self.link.source, self.link.target))
@@ -175,6 +182,7 @@ class Wiring:
         self.counters: dict[Link, LinkCounters] = {}
         self._plan = plan
         self._mail = mail
+        self._windows: Counter[Link] = Counter()
         self._theirs: dict[int, dict[str, str]] = {}
         self._ends: dict[Link, LinkEnd] = {}
         self._numbered: dict[int, list[Link]] = {}
@@ -244,16 +252,29 @@ class Wiring:
 
     # -- building and opening
 
-    def open(self, transports: Mapping[str, Transport], deadline: Deadline) -> None:
+    def open(
+        self, transports: Mapping[str, Transport], windows: Sequence[int], deadline: Deadline
+    ) -> None:
         """Open both directions of every link; the pairs of ranks do so side by side.
 
         Returns when the peers have opened theirs, too: a rank that fails or closes at once must
         not tear down what a peer is still opening.
 
+        Args:
+            transports: by name.
+            windows: per edge, the most messages that may be in flight between two ranks.
+            deadline: for all of it.
+
         Raises:
             TransportError: a transport could not open its end.
             ConnectError: the deadline passed.
         """
+        ways: list[WayOut | WayIn] = [
+            *self._mail.out.ways.values(),
+            *self._mail.into.ways.values(),
+        ]
+        for way in ways:
+            self._windows[way.link.link] += windows[way.edge.index]
         waiting = dict.fromkeys(self._numbered)
         for peer, links in self._numbered.items():
             opener = partial(self._open_pair, peer, links, transports, deadline, waiting)
@@ -380,6 +401,10 @@ class Wiring:
     def _on_failure(self, cause: StagelinkError) -> None:
         for end in self._ends.values():
             end.abort(cause)
+
+    def window_of(self, link: Link) -> int:
+        """How many messages of a link may be under way, over all its edges."""
+        return self._windows[link]
 
     @property
     def links(self) -> tuple[Link, ...]:

@@ -80,11 +80,22 @@ def _shared_memory() -> Holdings:
     return {name: f"shared memory {name!r}" for name in os.listdir("/dev/shm")}
 
 
+def _shared_mappings() -> Holdings:
+    """Memory that this process shares with others, mapped files included."""
+    found: Holdings = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, mode, _, device, inode, *name = line.split(maxsplit=5)
+        if mode.endswith("s"):
+            found[addresses, device, inode] = f"mapping of {''.join(name)!r}"
+    return found
+
+
 KINDS: dict[str, Callable[[], Holdings]] = {
     "threads": _threads,
     "descriptors": _descriptors,
     "processes": _processes,
     "shared memory": _shared_memory,
+    "shared mappings": _shared_mappings,
 }
 """What can be watched, and how it is counted."""
 

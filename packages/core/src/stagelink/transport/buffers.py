@@ -1,23 +1,21 @@
 """Receive buffers that come back: exact in size, pooled by size, lent until the last view dies.
 
 A fresh large buffer costs its page faults, several times the copy into it, so a pipeline that
-receives the same shapes again and again must reuse memory. A lease is a ctypes array over the
-pooled memory; torch's storage keeps it alive, and with it every view, reinterpretation and
-autograd graph. When the last of them dies, the finalizer only appends the memory to a deque: it
-    may run on
-any thread, in the middle of garbage collection.
+receives the same shapes again and again must reuse memory. When the last view of a buffer dies,
+its lease is over (see `stagelink.transport.leases`), and its memory is there for the next.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
-import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+
+from stagelink.transport.leases import lease
 
 __all__ = ["BufferPool"]
 
@@ -26,7 +24,7 @@ _SMALL_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    memory: mmap.mmap
+    memory: torch.Tensor
     size_bytes: int
 
 
@@ -43,7 +41,7 @@ class BufferPool:
     def __init__(self, idle_bytes: int) -> None:
         self._limit_bytes = idle_bytes
         self._returned: deque[_Returned] = deque()
-        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle: dict[int, list[torch.Tensor]] = {}
         self._idle_bytes = 0
         self._lock = threading.Lock()
 
@@ -57,7 +55,7 @@ class BufferPool:
         with self._lock:
             self._collect()
             memory = self._pop(size_bytes)
-        return self._lend(memory or _fresh(size_bytes), size_bytes)
+        return self._lend(_fresh(size_bytes) if memory is None else memory, size_bytes)
 
     @property
     def idle_bytes(self) -> int:
@@ -66,12 +64,9 @@ class BufferPool:
             self._collect()
             return self._idle_bytes
 
-    def _lend(self, memory: mmap.mmap, size_bytes: int) -> torch.Tensor:
-        lease = (ctypes.c_ubyte * size_bytes).from_buffer(memory)
-        weakref.finalize(
-            lease, self._returned.append, _Returned(memory, size_bytes)
-        ).atexit = False
-        return torch.frombuffer(lease, dtype=torch.uint8)
+    def _lend(self, memory: torch.Tensor, size_bytes: int) -> torch.Tensor:
+        back = partial(self._returned.append, _Returned(memory, size_bytes))
+        return lease(memory, size_bytes, back)
 
     def _collect(self) -> None:
         while self._returned:
@@ -83,7 +78,7 @@ class BufferPool:
         while self._idle_bytes > self._limit_bytes:
             self._pop(next(iter(self._idle)))
 
-    def _pop(self, size_bytes: int) -> mmap.mmap | None:
+    def _pop(self, size_bytes: int) -> torch.Tensor | None:
         shelf = self._idle.get(size_bytes)
         if not shelf:
             return None
@@ -94,6 +89,7 @@ class BufferPool:
         return memory
 
 
-def _fresh(size_bytes: int) -> mmap.mmap:
+def _fresh(size_bytes: int) -> torch.Tensor:
     # Private: a forked data-loader worker that holds a received tensor must not see it rewritten.
-    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -47,6 +47,7 @@ __all__ = [
     "Pending",
     "Place",
     "Port",
+    "Ready",
     "Receiver",
     "Sender",
     "Transport",
@@ -112,8 +113,8 @@ class Capabilities:
         distinct_processes: needs the ends in two processes.
         same_process: needs both ends in one process.
         in_flight: messages of one link that may have begun and not finished, on either end.
-        copies_on_begin: when ``Sender.begin`` returns, the payload has been read, and the caller
-            may overwrite it; otherwise core makes the copy.
+        copies_on_begin: when ``Sender.begin`` returns a pending, the payload has been read, and
+            the caller may overwrite it; otherwise core makes the copy.
         tells_sent: the `Sender` calls `Port.sent` when the ``finish`` of its oldest message will
             not block, so that no thread need wait in it.
         caller_thread: ``Receiver``'s ``finish`` wakes on abort and on signals (it waits only
@@ -211,6 +212,14 @@ class Port(Protocol):
     def peer(self) -> int:
         """The other end's rank."""
 
+    @property
+    def window(self) -> int:
+        """How many messages of the link may be under way: what the plan's windows add up to.
+
+        Those that have been sent and not answered yet; the receiver's user holds on to most of
+        them. A gradient is the answer to its activation, and has a place in the same window.
+        """
+
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         """Send a note to the twin's ``on_note``; returns at once.
 
@@ -243,6 +252,13 @@ class Port(Protocol):
     def wake(self) -> None:
         """Have every `Port.wait` ask its condition again; returns at once."""
 
+    def call(self, action: Callable[[], None]) -> None:
+        """Have ``action()`` called soon, on the thread that reads next; returns at once.
+
+        Takes no lock: a finalizer, which may run in the middle of anything, can use it. The action
+        returns at once and never raises. It is not called any more when the handler is closed.
+        """
+
     def store(self) -> Store:
         """A store client that no other thread uses, under a prefix of this pair and transport.
 
@@ -272,13 +288,24 @@ class Pending(ABC):
         """
 
 
-class _Finished(Pending):
-    def finish(self, deadline: Deadline) -> None:
-        """Nothing is left to do."""
+class Ready(Pending):
+    """A message that is through already: core takes the payload at once, and waits for nobody.
+
+    Args:
+        payload: on a receiver what `Pending.finish` returns, see there.
+    """
+
+    def __init__(self, payload: torch.Tensor | None = None) -> None:
+        self.payload = payload
+
+    def finish(self, deadline: Deadline) -> torch.Tensor | None:
+        """Return the payload; never blocks."""
+        del deadline
+        return self.payload
 
 
-FINISHED: Pending = _Finished()
-"""What `Sender.begin` returns when nothing is left to wait for: the link then needs no worker."""
+FINISHED = Ready()
+"""What ``begin`` returns when nothing is left to wait for: the link then needs no worker."""
 
 
 class Sender(ABC):
@@ -322,9 +349,9 @@ class Receiver(ABC):
     ) -> Pending:
         """Start receiving a message whose header is in, whether or not the user has asked for it.
 
-        Must not block. ``accept()`` lends a flat uint8 buffer of exactly ``header.payload_bytes``
-        bytes for the payload; a transport that has memory of its own need not call it. The
-        descriptors are this object's to close.
+        Must not block; returns a `Ready` where the payload is here already. ``accept()`` lends a
+        flat uint8 buffer of exactly ``header.payload_bytes`` bytes for the payload; a transport
+        that has memory of its own need not call it. The descriptors are this object's to close.
         """
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
@@ -381,8 +408,7 @@ class Transport(ABC):
         """Whether this pair can be linked, beyond what the capabilities say.
 
         Pure, and symmetric: both ends call it, each with itself as ``local``, and must get the
-            same
-        answer.
+        same answer.
         """
         del link, local, remote
         return Verdict(True)

@@ -1,0 +1,164 @@
+"""Slots: pieces of memory that both ends of a link see, each for one message at a time.
+
+The sender owns them, whatever memory they are made of: it makes a slot when it needs one, fills
+it, and tells the receiver its number. The receiver reads it and sends the number home, at once or
+when the last tensor that is a view of the slot has died. Until then the slot is *out*.
+
+Few slots that are used again and again stay in the processor's cache, so the one that came home
+last is the next to go, and none is made before all that fit are out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["Slot", "SlotRing"]
+
+_M = TypeVar("_M")
+
+_LARGEST_SHARE = 8
+"""A slot takes at most this part of the bound: then two are free, whatever is kept."""
+
+_RESERVE = 2
+_WASTE = 4
+"""A slot this many times too large is only used where no other can be made."""
+
+
+class Slot(Generic[_M]):
+    """One slot.
+
+    Args:
+        number: what the two ends call it; used again when the slot is given up.
+        capacity_bytes: the most it holds.
+        memory: what it is made of.
+
+    Attributes:
+        kept: whether the receiver may hold on to it for as long as it likes.
+    """
+
+    __slots__ = ("capacity_bytes", "kept", "memory", "number")
+
+    def __init__(self, number: int, capacity_bytes: int, memory: _M) -> None:
+        self.number = number
+        self.capacity_bytes = capacity_bytes
+        self.memory = memory
+        self.kept = False
+
+
+class SlotRing(Generic[_M]):
+    """The sender's book of its slots. Not safe from two threads at once.
+
+    Args:
+        make: makes memory of so many bytes, a multiple of ``granule_bytes``.
+        most: how many slots there may be; at least 4 there are.
+        bound_bytes: how much memory all of them may take.
+        granule_bytes: a power of two.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], _M],
+        *,
+        most: int,
+        bound_bytes: int,
+        granule_bytes: int = 4096,
+    ) -> None:
+        self.most = max(most, 2 * _RESERVE)
+        self.largest_bytes = bound_bytes // _LARGEST_SHARE // granule_bytes * granule_bytes
+        self._make = make
+        self._bound_bytes = bound_bytes
+        self._granule_bytes = granule_bytes
+        self._bytes = 0
+        self._kept_bytes = 0
+        self._kept = 0
+        self._free: list[Slot[_M]] = []  # what came home last is at the end
+        self._out: dict[int, Slot[_M]] = {}
+        self._numbers: list[int] = []
+
+    def take(self, size_bytes: int) -> Slot[_M] | None:
+        """A slot for a message of up to ``largest_bytes``; None until one comes home.
+
+        What a slot of the wanted size cannot be made for is made room for: slots that are at home
+        and too small are given up, those first that have been there longest.
+        """
+        capacity = self.capacity_for(size_bytes)
+        found = self._best_free(size_bytes)
+        if found is None or found.capacity_bytes > _WASTE * capacity:
+            found = self._new(capacity) or found
+        while found is None and self._free:
+            self._give_up(self._free.pop(0))
+            found = self._new(capacity)
+        if found is None:
+            return None
+        if found in self._free:
+            self._free.remove(found)
+        self._out[found.number] = found
+        return found
+
+    def may_keep(self, slot: Slot[_M]) -> bool:
+        """Whether the receiver may hold on to a slot that was taken; else it is to copy it out.
+
+        However much it holds on to, a message of any size finds two slots that it does not.
+        """
+        size = slot.capacity_bytes
+        slot.kept = (
+            self._kept + 1 <= self.most - _RESERVE
+            and self._kept_bytes + size <= self._bound_bytes - _RESERVE * self.largest_bytes
+        )
+        if slot.kept:
+            self._kept += 1
+            self._kept_bytes += size
+        return slot.kept
+
+    def give_back(self, number: int, *, usable: bool = True) -> None:
+        """A slot is home.
+
+        Args:
+            number: the slot's.
+            usable: whether it may be used again.
+
+        Raises:
+            ValueError: it was not out.
+        """
+        slot = self._out.pop(number, None)
+        if slot is None:
+            raise ValueError(f"slot {number} came home and was not out")
+        if slot.kept:
+            slot.kept = False
+            self._kept -= 1
+            self._kept_bytes -= slot.capacity_bytes
+        if usable:
+            self._free.append(slot)
+        else:
+            self._give_up(slot)
+
+    def capacity_for(self, size_bytes: int) -> int:
+        """Bytes of a slot made for a message of this size; sizes nearly alike have the same."""
+        step = max(self._granule_bytes, 1 << max(0, (size_bytes - 1).bit_length() - 3))
+        return min(-(-size_bytes // step) * step, max(self.largest_bytes, self._granule_bytes))
+
+    @property
+    def count(self) -> int:
+        """How many slots there are, out and at home."""
+        return len(self._out) + len(self._free)
+
+    def _best_free(self, size_bytes: int) -> Slot[_M] | None:
+        best: Slot[_M] | None = None
+        for slot in self._free:
+            fits = slot.capacity_bytes >= size_bytes
+            if fits and (best is None or slot.capacity_bytes <= best.capacity_bytes):
+                best = slot
+        return best
+
+    def _new(self, capacity: int) -> Slot[_M] | None:
+        if self.count >= self.most or self._bytes + capacity > self._bound_bytes:
+            return None
+        memory = self._make(capacity)
+        number = self._numbers.pop() if self._numbers else self.count
+        self._bytes += capacity
+        return Slot(number, capacity, memory)
+
+    def _give_up(self, slot: Slot[_M]) -> None:
+        self._bytes -= slot.capacity_bytes
+        self._numbers.append(slot.number)

@@ -1,0 +1,138 @@
+"""The receiving end: a message's tensor is a view of its slot, or a copy where slots are short."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from stagelink.transport.contract import FINISHED, Pending, Ready, Receiver
+from stagelink.transport.leases import SlotReturns
+from stagelink_shm.memory import mapped
+from stagelink_shm.notes import Filled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from stagelink.transport.contract import Deadline, Port
+    from stagelink.transport.header import Header
+
+__all__ = ["ShmReceiver"]
+
+_LEAST_VIEW_BYTES = 32 * 1024
+"""Below this a copy costs less than a lease."""
+
+
+class ShmReceiver(Receiver):
+    """The receiving end.
+
+    Args:
+        port: of the link.
+    """
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self._returns = SlotReturns(port)
+        self._slots: dict[int, torch.Tensor] = {}
+        self._pieces: deque[Filled] = deque()
+        self._assemblies: deque[_Assembly] = deque()
+        self._lock = threading.Lock()
+
+    def begin(
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+    ) -> Pending:
+        """Take the message out of its slot, or begin to put its pieces together.
+
+        Raises:
+            ValueError: the note is none of a `stagelink_shm.sender.ShmSender`.
+            RuntimeError: the slot cannot be mapped.
+        """
+        size = header.payload_bytes
+        if not size:
+            accept()
+            return FINISHED
+        if not note:
+            return self._assemble(accept())
+        with self._lock:
+            filled = self._look(note, fds)
+        if filled.size_bytes != size:
+            raise ValueError(f"slot {filled.number} has {filled.size_bytes} bytes of {size}")
+        slot = self._slots[filled.number]
+        if filled.keep and size >= _LEAST_VIEW_BYTES:
+            return Ready(self._returns.lend(filled.number, slot, size))
+        accept().copy_(slot[:size])
+        self._returns.send_home(filled.number)
+        return FINISHED
+
+    def _look(self, note: bytes, fds: Sequence[int]) -> Filled:
+        """What the note says, with its slot mapped."""
+        filled = Filled.unpack(note)
+        for descriptor in fds:
+            try:
+                self._slots[filled.number] = mapped(descriptor)
+            finally:
+                os.close(descriptor)
+        slot = self._slots.get(filled.number)
+        if slot is None or slot.numel() < filled.size_bytes:
+            raise ValueError(f"slot {filled.number} is not of {filled.size_bytes} bytes")
+        return filled
+
+    def _assemble(self, buffer: torch.Tensor) -> _Assembly:
+        assembly = _Assembly(self._port, buffer)
+        with self._lock:
+            self._assemblies.append(assembly)
+            self._put_together()
+        return assembly
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        """A piece has come."""
+        try:
+            with self._lock:
+                self._pieces.append(self._look(note, fds))
+                self._put_together()
+        except (OSError, RuntimeError, ValueError) as error:
+            self._port.fail(error)
+
+    def _put_together(self) -> None:
+        # A piece may come before its message has begun here, where others are under way.
+        while self._pieces and self._assemblies:
+            filled = self._pieces.popleft()
+            self._assemblies[0].add(self._slots[filled.number][: filled.size_bytes])
+            self._returns.send_home(filled.number)
+            if self._assemblies[0].whole:
+                self._assemblies.popleft()
+                self._port.wake()
+
+    def close(self, deadline: Deadline) -> None:
+        """Let go; tensors that live on keep their slots' memory."""
+        del deadline
+        self._returns.close()
+
+
+class _Assembly(Pending):
+    """A message that comes in pieces."""
+
+    def __init__(self, port: Port, buffer: torch.Tensor) -> None:
+        self._port = port
+        self._buffer = buffer
+        self._filled_bytes = 0
+
+    @property
+    def whole(self) -> bool:
+        return self._filled_bytes == self._buffer.numel()
+
+    def add(self, piece: torch.Tensor) -> None:
+        begin = self._filled_bytes
+        self._buffer[begin : begin + piece.numel()].copy_(piece)
+        self._filled_bytes += piece.numel()
+
+    def finish(self, deadline: Deadline) -> None:
+        if not self._port.wait(lambda: self.whole, deadline):
+            raise TimeoutError(f"not all pieces came within {deadline.seconds:g} s")

@@ -1,0 +1,125 @@
+"""The sending end: one copy into a slot, and the slot's number beside the header."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from stagelink.transport.contract import FINISHED, Pending, Sender
+from stagelink.transport.leases import slots_home
+from stagelink.transport.slots import SlotRing
+from stagelink_shm.memory import mapped, new_memory
+from stagelink_shm.notes import Filled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from stagelink.transport.contract import Announce, Deadline, Message, Port
+
+    Tell = Callable[[bytes, Sequence[int]], None]
+
+__all__ = ["ShmSender"]
+
+_PIECE_BYTES = 4 * 1024 * 1024
+_SPARE = 2
+"""Slots beyond the windows: one that is being filled, one whose way home takes a moment."""
+
+
+class ShmSender(Sender):
+    """The sending end.
+
+    Args:
+        port: of the link.
+        bound_bytes: how much memory its slots may take.
+    """
+
+    def __init__(self, port: Port, bound_bytes: int) -> None:
+        self._port = port
+        self._lock = threading.Lock()
+        self._ring = SlotRing(_Shared, most=port.window + _SPARE, bound_bytes=bound_bytes)
+        self._short = False
+
+    def begin(self, message: Message, announce: Announce) -> Pending | None:
+        """Copy the payload into a slot, if there is one; more than a slot holds goes in pieces.
+
+        Raises:
+            OSError: the system has no memory for a slot.
+        """
+        size = message.header.payload_bytes
+        if not size:
+            announce()
+            return FINISHED
+        if size > self._ring.largest_bytes:
+            payload = self._port.buffer(size).copy_(message.payload)
+            announce()
+            return _Pieces(self, payload)
+        return FINISHED if self._pass(message.payload, announce, keep=True) else None
+
+    def pass_in_pieces(self, payload: torch.Tensor, deadline: Deadline) -> None:
+        """Send a payload in notes, as slots come home for it.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            StagelinkError: the handler failed or was closed.
+        """
+        for piece in payload.split(min(_PIECE_BYTES, self._ring.largest_bytes)):
+            while not self._pass(piece, self._port.note, keep=False):
+                if not self._port.wait(lambda: not self._short, deadline):
+                    raise TimeoutError(f"no slot came home within {deadline.seconds:g} s")
+
+    def _pass(self, payload: torch.Tensor, tell: Tell, *, keep: bool) -> bool:
+        size = payload.numel()
+        with self._lock:
+            slot = self._ring.take(size)
+            if slot is None:
+                self._short = True
+                return False
+            keep = keep and self._ring.may_keep(slot)
+        slot.memory.bytes[:size].copy_(payload)
+        slot.memory.tell(tell, Filled(slot.number, keep, size).pack())
+        return True
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        """Slots have come home."""
+        del fds
+        try:
+            with self._lock:
+                for number, usable in slots_home(note):
+                    self._ring.give_back(number, usable=usable)
+                short, self._short = self._short, False
+        except ValueError as error:
+            self._port.fail(error)
+            return
+        if short:
+            self._port.room()
+            self._port.wake()
+
+
+class _Shared:
+    """Memory of a slot, and its descriptor until the receiver has it."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._descriptor: int | None = new_memory(capacity_bytes)
+        self.bytes = mapped(self._descriptor)
+
+    def tell(self, tell: Tell, note: bytes) -> None:
+        if self._descriptor is None:
+            tell(note, ())
+            return
+        descriptor, self._descriptor = self._descriptor, None
+        try:
+            tell(note, (descriptor,))
+        finally:
+            os.close(descriptor)
+
+
+class _Pieces(Pending):
+    def __init__(self, sender: ShmSender, payload: torch.Tensor) -> None:
+        self._sender = sender
+        self._payload = payload
+
+    def finish(self, deadline: Deadline) -> None:
+        self._sender.pass_in_pieces(self._payload, deadline)

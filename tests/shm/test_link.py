@@ -1,0 +1,308 @@
+"""A message is copied once where that can be, and nobody ever waits for a consumer that keeps."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import struct
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from stagelink.testing import LeakCheck
+from stagelink.transport.contract import FINISHED, Deadline
+from stagelink.transport.header import Header, MessageKind
+from stagelink_shm import Shm, ShmOptions
+from stagelink_shm.memory import mapped, new_memory
+from stagelink_shm.notes import Filled
+from tests.shm.pair import SOON, Pair, pattern
+
+if TYPE_CHECKING:
+    from stagelink.transport.contract import Pending
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+def slots_of(pair: Pair) -> int:
+    return len(pair.receiver._slots)  # type: ignore[attr-defined]
+
+
+# -- one copy ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [32 * KIB, MIB, 3 * MIB + 5])
+def test_a_large_message_is_a_view_of_its_slot(size: int) -> None:
+    pair, payload = Pair(), pattern(size)
+    got = pair.pass_on(payload)
+    assert torch.equal(got, payload)
+    assert got.untyped_storage().nbytes() == size
+    assert got.data_ptr() % 64 == 0
+    payload.fill_(0)
+    assert torch.equal(got, pattern(size))
+    assert not pair.from_receiver.calls
+    del got
+    assert len(pair.from_receiver.calls) == 1
+
+
+@pytest.mark.parametrize("size", [1, 64, 9 * KIB, 32 * KIB - 1])
+def test_a_small_one_is_copied_out_and_its_slot_is_free(size: int) -> None:
+    pair, payload = Pair(), pattern(size)
+    got = [pair.pass_on(payload) for _ in range(30)]
+    assert all(torch.equal(one, payload) for one in got)
+    assert slots_of(pair) == 1
+
+
+def test_an_empty_one_takes_no_slot() -> None:
+    pair = Pair()
+    assert pair.pass_on(pattern(0)).numel() == 0
+    assert slots_of(pair) == 0
+
+
+def test_one_slot_is_enough_for_one_message_at_a_time() -> None:
+    pair = Pair()
+    for number in range(50):
+        got = pair.pass_on(pattern(MIB, number))
+        assert torch.equal(got, pattern(MIB, number))
+        del got
+        pair.read()
+    assert slots_of(pair) == 1
+
+
+# -- a consumer that keeps -----------------------------------------------------------------------
+
+
+def test_what_is_kept_is_never_written_again() -> None:
+    pair = Pair(window=4)
+    kept = [pair.pass_on(pattern(100 * KIB, number)) for number in range(40)]
+    for number, got in enumerate(kept):
+        assert torch.equal(got, pattern(100 * KIB, number))
+    assert slots_of(pair) == 5  # four are kept, the rest is copied out through one more
+
+
+def test_a_graph_keeps_its_slots() -> None:
+    pair = Pair(window=3)
+    weights = torch.ones(100 * KIB // 4, requires_grad=True)
+    losses = []
+    for number in range(10):
+        payload = torch.full((100 * KIB // 4,), float(number)).view(torch.uint8)
+        losses.append((pair.pass_on(payload).view(torch.float32) * weights).sum())
+    for number, loss in enumerate(losses):
+        (gradient,) = torch.autograd.grad(loss, weights)
+        assert bool((gradient == number).all())
+    pair.read()
+    assert torch.equal(pair.pass_on(pattern(100 * KIB)), pattern(100 * KIB))
+
+
+def test_a_view_of_a_view_keeps_its_slot() -> None:
+    pair = Pair(window=2)
+    kept = pair.pass_on(pattern(MIB)).view(torch.int32)[100:200].view(10, 10).t()
+    expected = kept.clone()
+    for number in range(1, 20):
+        pair.pass_on(pattern(MIB, number))
+        pair.read()
+    assert torch.equal(kept, expected)
+
+
+def test_what_the_receiver_has_not_read_counts_as_kept() -> None:
+    pair = Pair(window=2)
+    pair.hold = True
+    sent = 0
+    while pair.send(pattern(MIB, sent)) is not None:
+        sent += 1
+    assert sent == 4
+    assert pair.from_sender.rooms == 0
+    pair.show()
+    assert pair.from_sender.rooms == 1  # two were copied out, whose slots are home
+    for number in range(sent):
+        assert torch.equal(pair.take(), pattern(MIB, number))
+
+
+def test_memory_of_a_fork_is_not_written_again() -> None:
+    pair = Pair()
+    got = pair.pass_on(pattern(MIB))
+    expected = got.numpy().tobytes()
+    asked, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # should the parent fail
+        os.read(asked, 1)  # until it has sent more
+        os._exit(0 if got.numpy().tobytes() == expected else 1)
+    del got
+    pair.read()
+    for number in range(1, 10):
+        pair.pass_on(pattern(MIB, number))
+        pair.read()
+    os.write(told, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(asked)
+    os.close(told)
+
+
+# -- pieces --------------------------------------------------------------------------------------
+
+
+def pieces(window: int = 4) -> Pair:
+    """A link whose largest slot has 64 KiB."""
+    return Pair(window, link_bytes=512 * KIB)
+
+
+def finish(pending: Pending | None) -> None:
+    assert pending is not None
+    assert pending is not FINISHED
+    pending.finish(SOON)
+
+
+@pytest.mark.parametrize("size", [64 * KIB + 1, 128 * KIB, MIB + 7])
+def test_more_than_a_slot_holds_goes_in_pieces(size: int) -> None:
+    pair, payload = pieces(), pattern(size)
+    pending = pair.send(payload)
+    payload.fill_(0)  # it has been read
+    finish(pending)
+    assert torch.equal(pair.take(), pattern(size))
+
+
+def test_pieces_go_past_whole_messages_and_those_past_them() -> None:
+    pair = pieces()
+    first, second = pair.send(pattern(MIB, 1)), pair.send(pattern(MIB, 2))
+    assert pair.send(pattern(40 * KIB, 3)) is FINISHED
+    finish(first)
+    finish(second)
+    assert [torch.equal(pair.take(), pattern(size, seed)) for size, seed in (
+        (MIB, 1), (MIB, 2), (40 * KIB, 3)
+    )] == [True] * 3  # fmt: skip
+
+
+def test_pieces_may_come_before_their_message_has_begun() -> None:
+    pair = pieces()
+    pair.hold = True
+    pending = pair.send(pattern(200 * KIB))
+    finish(pending)
+    pair.show()
+    assert torch.equal(pair.take(), pattern(200 * KIB))
+
+
+def test_pieces_wait_for_slots() -> None:
+    pair = pieces(window=2)
+    pair.hold = True
+    for seed in range(3):
+        assert pair.send(pattern(64 * KIB, seed)) is FINISHED
+    pending = pair.send(pattern(MIB, 3))
+    waits = []
+
+    def wait() -> None:
+        waits.append(len(pair.held))
+        pair.show()
+
+    pair.from_sender.while_waiting = wait
+    finish(pending)
+    assert waits[0] == 4
+    for seed, size in enumerate([64 * KIB] * 3 + [MIB]):
+        assert torch.equal(pair.take(), pattern(size, seed))
+
+
+def test_pieces_that_get_no_slot_end_at_the_deadline() -> None:
+    pair = pieces(window=2)
+    pair.hold = True
+    pending = pair.send(pattern(MIB))
+    assert pending is not None
+    with pytest.raises(TimeoutError, match=r"no slot came home within 0\.01 s"):
+        pending.finish(Deadline(0.01))
+    pair.show()
+    with pytest.raises(TimeoutError, match=r"not all pieces came within 0\.01 s"):
+        pair.begun[0][0].finish(Deadline(0.01))
+    gc.collect()
+
+
+# -- what must not come --------------------------------------------------------------------------
+
+
+def _begin(pair: Pair, note: bytes, size: int, fds: tuple[int, ...] = ()) -> None:
+    header = Header(MessageKind.DATA, payload_bytes=size)
+    pair.receiver.begin(header, note, fds, lambda: torch.empty(size, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("note", "size", "text"),
+    [
+        (b"xyz", 5, "a note of 3 bytes, not 16"),
+        (Filled(7, True, 5).pack(), 5, "slot 7 is not of 5 bytes"),
+        (Filled(0, True, 4096).pack(), 5, "slot 0 has 4096 bytes of 5"),
+        (Filled(0, True, 4097).pack(), 4097, "slot 0 is not of 4097 bytes"),
+    ],
+)
+def test_a_note_that_does_not_fit(note: bytes, size: int, text: str) -> None:
+    pair = Pair()
+    pair.pass_on(pattern(100))
+    with pytest.raises(ValueError, match=text):
+        _begin(pair, note, size)
+
+
+def test_a_slot_on_loan_is_not_taken_again() -> None:
+    pair = Pair()
+    got = pair.pass_on(pattern(MIB))
+    with pytest.raises(ValueError, match="slot 0 came again before it was sent home"):
+        _begin(pair, Filled(0, True, MIB).pack(), MIB)
+    del got
+
+
+def test_a_descriptor_that_is_no_memory_is_refused_and_closed() -> None:
+    pair, check = Pair(), LeakCheck("descriptors")
+    one, other = os.pipe()
+    with pytest.raises(ValueError, match="slot 0 is not of 5 bytes"):
+        _begin(pair, Filled(0, True, 5).pack(), 5, (one,))
+    os.close(other)
+    check.verify()
+
+
+def test_notes_out_of_place_fail_the_link() -> None:
+    pair = Pair()
+    pair.receiver.on_note(b"xyz", ())
+    pair.sender.on_note(struct.pack("<I", 3), ())
+    assert "a note of 3 bytes" in str(pair.from_receiver.failure)
+    assert "slot 3 came home and was not out" in str(pair.from_sender.failure)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def test_memory_cannot_be_cut_short() -> None:
+    descriptor = new_memory(8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 4096)
+    memory = mapped(descriptor)
+    os.close(descriptor)
+    assert memory.numel() == 8192
+
+
+def test_no_descriptor_and_no_mapping_is_left() -> None:
+    check = LeakCheck("descriptors", "shared mappings")
+    pair = Pair()
+    kept = [pair.pass_on(pattern(MIB, number)) for number in range(3)]
+    open_now = LeakCheck("descriptors")
+    kept.append(pair.pass_on(pattern(MIB)))
+    open_now.verify()  # a slot takes none, once both ends have it
+    pair.receiver.close(SOON)
+    pair.sender.close(SOON)
+    del pair
+    gc.collect()
+    assert torch.equal(kept[2], pattern(MIB, 2))  # a tensor outlives its link
+    del kept
+    check.verify()
+
+
+def test_a_system_without_it_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert Shm.probe(ShmOptions()).reason == "it needs Linux's memfd, this is darwin"
+
+
+def test_a_kernel_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    reason = Shm.probe(ShmOptions()).reason
+    assert reason == "no shared memory without a name: Operation not permitted"
