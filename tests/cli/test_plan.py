@@ -162,8 +162,35 @@ def test_the_json_has_the_promised_form(invoke: Invoke, write: Write) -> None:
             {"src": 0, **link},
             {"src": 1, **link},
         ],
+        "shared_memory": [],
         "receive_bytes": {"0": None, "1": None, "2": None},
     }
+
+
+SHM = '[[links]]\ntransport = "shm"\n[transports.shm]\nlink_bytes = 1048576\n'
+
+
+def test_shared_memory_is_told(invoke: Invoke, write: Write) -> None:
+    path = write((1, 1), SHM, tensor=DECLARED)
+    found = values(invoke("plan", "--json", path))["shared_memory"]
+    one = {"transport": "shm", "slots": 4, "bytes": 4 * 4096}
+    assert found == [{"src": 0, "dst": 1, **one}, {"src": 1, "dst": 0, **one}]
+    assert (
+        "shared memory for shm, as needed: at most 4 slots and 16.4 kB for a direction of a link, "
+        "32.8 kB for all"
+    ) in said(invoke("plan", path))
+
+
+def test_shared_memory_for_what_is_not_declared_is_its_bound(invoke: Invoke, write: Write) -> None:
+    found = values(invoke("plan", "--json", write((1, 1), SHM)))["shared_memory"]
+    assert [link["bytes"] for link in found] == [1048576, 1048576]
+
+
+def test_too_little_shared_memory_is_refused(invoke: Invoke, write: Write) -> None:
+    result = invoke("plan", write((1, 1), SHM.replace("1048576", "4096")))
+    assert result.exit_code != 0
+    text = "transports.shm: link_bytes = 4096; a link takes 262144 bytes"
+    assert text in " ".join(result.output.split())
 
 
 def test_the_json_has_every_link_however_many(invoke: Invoke, write: Write) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stagelink.transport.contract import Port, Receiver, Sender
 
 LINK = Link(0, 1, "shm", "cpu")
-SOON = Deadline(20)
+SOON_S = 20.0
 
 
 def pattern(size_bytes: int, seed: int = 0) -> torch.Tensor:
@@ -84,8 +84,12 @@ class Pair:
         self.begun: deque[tuple[Pending, torch.Tensor | None]] = deque()
         self.from_sender = End(window, self._to_receiver)
         self.from_receiver = End(window, self._to_sender)
-        self.sender: Sender = shm.open_sender(LINK, cast("Port", self.from_sender), SOON)
-        self.receiver: Receiver = shm.open_receiver(LINK, cast("Port", self.from_receiver), SOON)
+        self.sender: Sender = shm.open_sender(
+            LINK, cast("Port", self.from_sender), Deadline(SOON_S)
+        )
+        self.receiver: Receiver = shm.open_receiver(
+            LINK, cast("Port", self.from_receiver), Deadline(SOON_S)
+        )
         self._buffer: torch.Tensor | None = None
 
     def _to_receiver(self, note: bytes, fds: Sequence[int]) -> None:
@@ -122,7 +126,7 @@ class Pair:
     def take(self) -> torch.Tensor:
         """The oldest message."""
         pending, accepted = self.begun.popleft()
-        payload = pending.finish(SOON)
+        payload = pending.finish(Deadline(SOON_S))
         assert (payload is None) != (accepted is None)
         return cast("torch.Tensor", accepted if payload is None else payload)
 

@@ -18,7 +18,7 @@ from stagelink.transport.header import Header, MessageKind
 from stagelink_shm import Shm, ShmOptions
 from stagelink_shm.memory import mapped, new_memory
 from stagelink_shm.notes import Filled
-from tests.shm.pair import SOON, Pair, pattern
+from tests.shm.pair import SOON_S, Pair, pattern
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Pending
@@ -153,7 +153,7 @@ def pieces(window: int = 4) -> Pair:
 def finish(pending: Pending | None) -> None:
     assert pending is not None
     assert pending is not FINISHED
-    pending.finish(SOON)
+    pending.finish(Deadline(SOON_S))
 
 
 @pytest.mark.parametrize("size", [64 * KIB + 1, 128 * KIB, MIB + 7])
@@ -285,8 +285,8 @@ def test_no_descriptor_and_no_mapping_is_left() -> None:
     open_now = LeakCheck("descriptors")
     kept.append(pair.pass_on(pattern(MIB)))
     open_now.verify()  # a slot takes none, once both ends have it
-    pair.receiver.close(SOON)
-    pair.sender.close(SOON)
+    pair.receiver.close(Deadline(SOON_S))
+    pair.sender.close(Deadline(SOON_S))
     del pair
     gc.collect()
     assert torch.equal(kept[2], pattern(MIB, 2))  # a tensor outlives its link

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 
 import torch
@@ -16,6 +15,8 @@ def new_memory(capacity_bytes: int) -> int:
     Raises:
         OSError: the system has none to give.
     """
+    import fcntl  # noqa: PLC0415 - Windows has none, and must be able to import this module
+
     descriptor = os.memfd_create("stagelink", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, capacity_bytes)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import FINISHED, Pending, Sender
 from stagelink.transport.leases import slots_home
-from stagelink.transport.slots import SlotRing
 from stagelink_shm.memory import mapped, new_memory
 from stagelink_shm.notes import Filled
 
@@ -18,14 +17,13 @@ if TYPE_CHECKING:
     import torch
 
     from stagelink.transport.contract import Announce, Deadline, Message, Port
+    from stagelink.transport.slots import SlotRing
 
     Tell = Callable[[bytes, Sequence[int]], None]
 
-__all__ = ["ShmSender"]
+__all__ = ["SharedMemory", "ShmSender"]
 
 _PIECE_BYTES = 4 * 1024 * 1024
-_SPARE = 2
-"""Slots beyond the windows: one that is being filled, one whose way home takes a moment."""
 
 
 class ShmSender(Sender):
@@ -33,13 +31,13 @@ class ShmSender(Sender):
 
     Args:
         port: of the link.
-        bound_bytes: how much memory its slots may take.
+        ring: its slots, none of them made yet.
     """
 
-    def __init__(self, port: Port, bound_bytes: int) -> None:
+    def __init__(self, port: Port, ring: SlotRing[SharedMemory]) -> None:
         self._port = port
         self._lock = threading.Lock()
-        self._ring = SlotRing(_Shared, most=port.window + _SPARE, bound_bytes=bound_bytes)
+        self._ring = ring
         self._short = False
 
     def begin(self, message: Message, announce: Announce) -> Pending | None:
@@ -98,14 +96,23 @@ class ShmSender(Sender):
             self._port.wake()
 
 
-class _Shared:
-    """Memory of a slot, and its descriptor until the receiver has it."""
+class SharedMemory:
+    """Memory of a slot, and its descriptor until the receiver has it.
+
+    Attributes:
+        bytes: all of it, as a flat uint8 tensor.
+
+    Raises:
+        OSError: the system has none to give.
+        RuntimeError: there is no address space left.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._descriptor: int | None = new_memory(capacity_bytes)
         self.bytes = mapped(self._descriptor)
 
     def tell(self, tell: Tell, note: bytes) -> None:
+        """Send a note, the first time with the descriptor."""
         if self._descriptor is None:
             tell(note, ())
             return

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from stagelink.transport.contract import API_VERSION, Capabilities, Transport, Verdict
+from stagelink.transport.contract import (
+    API_VERSION,
+    Capabilities,
+    Footprint,
+    Transport,
+    Verdict,
+)
+from stagelink.transport.slots import SlotRing
+from stagelink_shm.receiver import ShmReceiver
+from stagelink_shm.sender import SharedMemory, ShmSender
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Deadline, Link, Port, Receiver, Sender
 
 __all__ = ["Shm", "ShmOptions"]
+
+_M = TypeVar("_M")
+
+_SPARE = 2
+"""Slots beyond the windows: one that is being filled, one whose way home takes a moment."""
+
+_LEAST_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +37,18 @@ class ShmOptions:
     """Options in ``[transports.shm]``.
 
     Attributes:
-        link_bytes: the most memory that the slots of one link take; an eighth of it is the
-            largest slot, and larger messages go in pieces.
+        link_bytes: the most memory that the slots of one link take, at least 256 KiB. An eighth
+            of it is the largest slot; larger messages go in pieces. It is taken as it is needed.
+
+    Raises:
+        ValueError: it is too little.
     """
 
     link_bytes: int = 1024**3
+
+    def __post_init__(self) -> None:
+        if self.link_bytes < _LEAST_BYTES:
+            raise ValueError(f"link_bytes = {self.link_bytes}; a link takes {_LEAST_BYTES} bytes")
 
 
 class Shm(Transport):
@@ -53,16 +77,23 @@ class Shm(Transport):
             return Verdict(False, f"no shared memory without a name: {error.strerror}")
         return Verdict(True)
 
+    def footprint(self, window: int, message_bytes: int | None) -> Footprint:
+        """As many slots as the windows ask for, each made for the largest message."""
+        ring = self._ring(window, int)
+        bound: int = self.options.link_bytes
+        return Footprint(
+            ring.most, bound if message_bytes is None else ring.most_bytes(message_bytes)
+        )
+
     def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
         """Needs no peer: slots are made when they are needed."""
         del link, deadline
-        from stagelink_shm.sender import ShmSender  # noqa: PLC0415 - needs Linux
-
-        return ShmSender(port, self.options.link_bytes)
+        return ShmSender(port, self._ring(port.window, SharedMemory))
 
     def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
         """Needs no peer."""
         del link, deadline
-        from stagelink_shm.receiver import ShmReceiver  # noqa: PLC0415 - needs Linux
-
         return ShmReceiver(port)
+
+    def _ring(self, window: int, make: Callable[[int], _M]) -> SlotRing[_M]:
+        return SlotRing(make, most=window + _SPARE, bound_bytes=self.options.link_bytes)

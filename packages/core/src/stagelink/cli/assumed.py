@@ -9,23 +9,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.errors import StagelinkError
-from stagelink.schedule import pairs
-from stagelink.transport.choice import asked_for, asker, choose
+from stagelink.schedule import message_bytes, pairs
+from stagelink.transport.choice import asked_for, asker, choose, device_of
+from stagelink.transport.contract import Link
 from stagelink.transport.host import server_id
 from stagelink.transport.offers import End, survey
 from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
     from stagelink.plan import Edge, Plan
+    from stagelink.schedule import Verdict
     from stagelink.transport.choice import Asker, Choice, Refusal
+    from stagelink.transport.contract import Footprint
     from stagelink.transport.offers import Survey
 
-__all__ = ["AssumedLink", "Outcome", "assumed_links"]
+__all__ = ["Assumed", "AssumedLink", "Outcome", "assume"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +68,39 @@ class AssumedLink:
     tensors: tuple[str, ...]
 
 
-def assumed_links(plan: Plan, windows: Sequence[int]) -> list[AssumedLink]:
-    """The links of all ranks, by source and target.
+class Assumed(NamedTuple):
+    """What the links of a plan would be.
+
+    Attributes:
+        links: of all ranks, by source and target.
+        memory: what links take of shared memory, gradients' ways back included; only those whose
+            transports say that they take some.
+    """
+
+    links: list[AssumedLink]
+    memory: dict[Link, Footprint]
+
+
+class _Load(NamedTuple):
+    """What a link has to carry: messages under way, and the size of the largest, if known."""
+
+    window: int = 0
+    message_bytes: int | None = 0
+
+    def plus(self, window: int, message_bytes: int | None) -> _Load:
+        known = self.message_bytes is not None and message_bytes is not None
+        largest = max(self.message_bytes or 0, message_bytes or 0) if known else None
+        return _Load(self.window + window, largest)
+
+
+def assume(plan: Plan, verdict: Verdict) -> Assumed:
+    """Choose the links' transports as they would choose them.
 
     Imports the transports and observers that the plan asks for.
 
     Args:
         plan: the plan.
-        windows: per edge.
+        verdict: on it.
 
     Raises:
         PlanError: the options of a transport are wrong.
@@ -85,11 +113,29 @@ def assumed_links(plan: Plan, windows: Sequence[int]) -> list[AssumedLink]:
     ask = asker(found, plugins.hooks, None)
     ends = [_end(plan, rank, found) for rank in range(plan.world_size)]
     tensors = defaultdict[tuple[int, int, int, Outcome], list[str]](list)
+    loads = defaultdict[Link, _Load](_Load)
     for edge, source, target in routes:
         outcome = _outcome(plan, edge, (ends[source], ends[target]), ask)
-        tensors[source, target, windows[edge.index], outcome].append(edge.tensor.name)
+        tensors[source, target, verdict.windows[edge.index], outcome].append(edge.tensor.name)
+        most = max(verdict.windows[edge.index], verdict.forward_windows[edge.index])
+        for link in _both_ways(plan, edge, source, target, outcome):
+            loads[link] = loads[link].plus(most, message_bytes(edge.tensor))
     links = [AssumedLink(*key, tuple(names)) for key, names in tensors.items()]
-    return sorted(links, key=lambda link: (link.source, link.target, link.tensors))
+    links.sort(key=lambda link: (link.source, link.target, link.tensors))
+    footprints = {
+        link: found.transports[link.transport].footprint(*load) for link, load in loads.items()
+    }
+    return Assumed(links, {link: one for link, one in footprints.items() if one is not None})
+
+
+def _both_ways(
+    plan: Plan, edge: Edge, source: int, target: int, outcome: Outcome
+) -> Iterator[Link]:
+    if outcome.transport is not None:
+        device = device_of(plan, edge)
+        yield Link(source, target, outcome.transport, device)
+        if edge.tensor.grad:
+            yield Link(target, source, outcome.transport, device)
 
 
 def _end(plan: Plan, rank: int, found: Survey) -> End:

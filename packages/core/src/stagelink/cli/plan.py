@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import tomli_w
 
-from stagelink.cli.assumed import assumed_links
+from stagelink.cli.assumed import assume
 from stagelink.cli.output import plan_file, plugins_print_to_stderr, print_json, print_parts
 from stagelink.cli.plan_tables import plan_tables
 from stagelink.plan import Plan
@@ -19,7 +19,7 @@ from stagelink.schedule import free_warm_up, verify
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stagelink.cli.assumed import AssumedLink
+    from stagelink.cli.assumed import Assumed, AssumedLink
     from stagelink.schedule import Verdict
 
 __all__ = ["plan_command"]
@@ -29,7 +29,7 @@ __all__ = ["plan_command"]
 class _Report:
     plan: Plan
     verdict: Verdict
-    links: Sequence[AssumedLink]
+    assumed: Assumed
     problem: str | None
 
 
@@ -74,7 +74,7 @@ def plan_command(
     if as_json:
         print_json(_as_json(report))
     else:
-        print_parts(plan_tables(plan, report.verdict, report.links, report.problem))
+        print_parts(plan_tables(plan, report.verdict, report.assumed, report.problem))
     ctx.exit(0 if report.problem is None else 1)
 
 
@@ -95,11 +95,11 @@ def _write_toml(config: str, target: str) -> None:
 
 def _look_at(plan: Plan, config: str) -> _Report:
     verdict = verify(plan)
-    links = assumed_links(plan, verdict.windows)
+    assumed = assume(plan, verdict)
     by_hand = any(stage.warm_up is not None for stage in plan.stages)
     remedy = _depth_map(plan) if verdict.problem and by_hand and is_json(config) else None
-    problems = [verdict.problem, remedy, _link_problem(links)]
-    return _Report(plan, verdict, links, "\n".join(filter(None, problems)) or None)
+    problems = [verdict.problem, remedy, _link_problem(assumed.links)]
+    return _Report(plan, verdict, assumed, "\n".join(filter(None, problems)) or None)
 
 
 def _depth_map(plan: Plan) -> str:
@@ -135,7 +135,17 @@ def _as_json(report: _Report) -> dict[str, Any]:
                 "window": link.window,
                 "reasons": link.outcome.reasons,
             }
-            for link in report.links
+            for link in report.assumed.links
+        ],
+        "shared_memory": [
+            {
+                "src": link.source,
+                "dst": link.target,
+                "transport": link.transport,
+                "slots": footprint.slots,
+                "bytes": footprint.size_bytes,
+            }
+            for link, footprint in report.assumed.memory.items()
         ],
         "receive_bytes": verdict.receive_bytes,
     }

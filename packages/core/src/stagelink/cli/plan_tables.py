@@ -14,13 +14,14 @@ from stagelink.cli.output import new_table
 from stagelink.plan.problems import ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     from rich.table import Table
 
-    from stagelink.cli.assumed import AssumedLink, Outcome
+    from stagelink.cli.assumed import Assumed, AssumedLink, Outcome
     from stagelink.plan import Plan, Stage
     from stagelink.schedule import Verdict
+    from stagelink.transport.contract import Footprint, Link
 
 __all__ = ["plan_tables"]
 
@@ -29,19 +30,21 @@ _MOST_OF_A_REASON = 100
 
 
 def plan_tables(
-    plan: Plan, verdict: Verdict, links: Sequence[AssumedLink], problem: str | None
+    plan: Plan, verdict: Verdict, assumed: Assumed, problem: str | None
 ) -> Iterator[Text | Table]:
     """What to print, from top to bottom.
 
     Args:
         plan: the plan.
         verdict: on its schedule.
-        links: all of them, as assumed.
+        assumed: its links.
         problem: why it cannot run; None where it can.
     """
     yield _heading(plan)
     yield _stages(plan, verdict)
-    yield _links(plan, links)
+    yield _links(plan, assumed.links)
+    if assumed.memory:
+        yield Text(_shared_memory(assumed.memory))
     by_hand = window_by_hand(plan, verdict)
     if by_hand is not None:
         yield Text(by_hand)
@@ -93,6 +96,16 @@ def _links(plan: Plan, links: Sequence[AssumedLink]) -> Table:
             _why(first.outcome),
         )
     return table
+
+
+def _shared_memory(memory: Mapping[Link, Footprint]) -> str:
+    each = [footprint.size_bytes for footprint in memory.values()]
+    slots = [footprint.slots for footprint in memory.values()]
+    names = ", ".join(sorted({link.transport for link in memory}))
+    return (
+        f"shared memory for {names}, as needed: at most {max(slots)} slots and "
+        f"{decimal(max(each))} for a direction of a link, {decimal(sum(each))} for all"
+    )
 
 
 def _assumption(plan: Plan) -> str:

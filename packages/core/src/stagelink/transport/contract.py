@@ -27,7 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,7 @@ __all__ = [
     "Announce",
     "Capabilities",
     "Deadline",
+    "Footprint",
     "Link",
     "Message",
     "NoOptions",
@@ -152,6 +153,18 @@ class Link:
 
     def __str__(self) -> str:
         return f"{self.source}→{self.target} by {self.transport}"
+
+
+class Footprint(NamedTuple):
+    """What one link may take of a server's memory beside the tensors that it carries.
+
+    Attributes:
+        slots: messages that may be in it at once.
+        size_bytes: all of it.
+    """
+
+    slots: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +390,8 @@ class Transport(ABC):
         api_version: the `API_VERSION` it was written for, as ``(major, minor)``.
         capabilities: what it can do.
         Options: a dataclass of its options in ``[transports.NAME]``, each field with a type and a
-            default; unknown keys and wrong types are refused when the plan is read.
+            default; unknown keys and wrong types are refused when the plan is read, and so is
+            what its ``__post_init__`` raises a ValueError for.
 
     Args:
         options: an instance of ``Options``.
@@ -403,6 +417,19 @@ class Transport(ABC):
     def describe(self) -> Mapping[str, Any]:
         """What a peer must know to judge a link: small JSON-able values, a device's uuid say."""
         return {}
+
+    def footprint(self, window: int, message_bytes: int | None) -> Footprint | None:
+        """What a link would take of memory shared by its ends, for ``stagelink plan`` to tell.
+
+        Args:
+            window: as `Port.window`.
+            message_bytes: of its largest message; None where that is not known.
+
+        Returns:
+            The most that it takes; None for a transport that takes nothing worth telling.
+        """
+        del window, message_bytes
+        return None
 
     def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
         """Whether this pair can be linked, beyond what the capabilities say.

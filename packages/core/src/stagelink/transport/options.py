@@ -45,6 +45,8 @@ def parse_options(cls: type[Transport], given: Mapping[str, JsonValue]) -> Any:
 def _problem(cls: type[Transport], detail: ErrorDetails) -> str:
     where = ".".join(map(str, ("transports", cls.name, *detail["loc"])))
     value = shown(detail["input"])
+    if detail["type"] == "value_error":  # out of the options' own __post_init__
+        return f"{where}: {detail['ctx']['error']}"
     if detail["type"] != "unexpected_keyword_argument":
         return f"{where}: {detail['msg']}, not {value}"
     allowed = [field.name for field in fields(cls.Options)]

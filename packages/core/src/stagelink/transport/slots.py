@@ -138,6 +138,10 @@ class SlotRing(Generic[_M]):
         step = max(self._granule_bytes, 1 << max(0, (size_bytes - 1).bit_length() - 3))
         return min(-(-size_bytes // step) * step, max(self.largest_bytes, self._granule_bytes))
 
+    def most_bytes(self, size_bytes: int) -> int:
+        """What the slots take if all of them are made for messages of this size."""
+        return min(self.most * self.capacity_for(size_bytes), self._bound_bytes)
+
     @property
     def count(self) -> int:
         """How many slots there are, out and at home."""
