@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from stagelink.cli.bench import bench_command
 from stagelink.cli.doctor import doctor_command
 from stagelink.cli.plan import plan_command
 from stagelink.cli.run import run_command
@@ -38,3 +39,4 @@ def main() -> None:
 main.add_command(plan_command)
 main.add_command(doctor_command)
 main.add_command(run_command)
+main.add_command(bench_command)

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.plan import Plan, Stage
+    from stagelink.schedule import Verdict
     from stagelink.transport.contract import Transport
 
-__all__ = ["connect"]
+__all__ = ["connect", "join"]
 
 
 def connect(  # noqa: PLR0913 - what a launcher knows, each optional
@@ -62,11 +63,15 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
         ConnectError: ranks did not come within ``limits.connect_deadline_s``, or the store failed.
     """
     launch = Launch.resolve(rank, world_size, store, run_id)
+    return Handler(*join(plan, launch, Plugins(transports, observers)))
+
+
+def join(plan: Plan, launch: Launch, plugins: Plugins) -> tuple[Engine, Verdict]:
+    """What a handler is made of, joined with the others'; see `connect`."""
     plan.check_launch(launch.rank, launch.world_size)
     me: int = launch.rank
     _check_device(plan.stage_of(me), me)
     verdict = require(verify(plan))
-    plugins = Plugins(transports, observers)
     plugins.load_observers(plan.observers)
     found = survey(plugins, asked_for(plan, routes_of(plan, me)), plan.transports)
     deadline = Deadline(plan.limits.connect_deadline_s)
@@ -79,7 +84,7 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
     except BaseException as error:
         engine.abandon(error)
         raise
-    return Handler(engine, verdict)
+    return engine, verdict
 
 
 def _check_device(stage: Stage, rank: int) -> None:

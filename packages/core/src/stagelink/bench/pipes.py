@@ -1,0 +1,116 @@
+"""A pipe is something that moves messages between two ranks, in order; how it is timed."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from stagelink.bench.records import Subject
+
+__all__ = ["IN_FLIGHT", "Pipe", "Timed", "buffers_of", "timed"]
+
+IN_FLIGHT = 4
+
+
+class Timed(NamedTuple):
+    """What a round took on one rank, by a clock that all processes of the machine share.
+
+    Attributes:
+        began: when its first message was about to go.
+        ended: when its last one was through.
+        singles: seconds of each message, where they were timed one by one here.
+    """
+
+    began: float
+    ended: float
+    singles: tuple[float, ...] = ()
+
+
+class Pipe(ABC):
+    """One end of what is measured.
+
+    Attributes:
+        subject: what it is.
+        rank: 0 or 1.
+    """
+
+    subject: Subject
+    rank: int
+
+    @abstractmethod
+    def round(self, kind: str, size_bytes: int, count: int) -> AbstractContextManager[None]:
+        """A round of so many messages of one kind and size."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Hand over the next message; waits while `IN_FLIGHT` are under way."""
+
+    @abstractmethod
+    def recv(self) -> None:
+        """Wait for the next message."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until everything sent is through, as far as the sender can know."""
+
+
+def buffers_of(size_bytes: int) -> list[torch.Tensor]:
+    """Messages to send in turn, float32."""
+    return [torch.ones(size_bytes // 4) for _ in range(IN_FLIGHT)]
+
+
+def timed(
+    pipe: Pipe, kind: str, size_bytes: int, count: int, start_together: Callable[[], None]
+) -> Timed:
+    """Carry one round out."""
+    carry_out = {"one_way": _one_way, "stream": _stream, "duplex": _duplex}[kind]
+    with pipe.round(kind, size_bytes, count):
+        start_together()
+        began = time.perf_counter()
+        singles = carry_out(pipe, count)
+        return Timed(began, time.perf_counter(), singles)
+
+
+def _one_way(pipe: Pipe, count: int) -> tuple[float, ...]:
+    if pipe.rank == 1:
+        for _ in range(count):
+            pipe.recv()
+            pipe.send()
+        pipe.settle()
+        return ()
+    singles = []
+    for _ in range(count):
+        began = time.perf_counter()
+        pipe.send()
+        pipe.recv()
+        singles.append((time.perf_counter() - began) / 2)
+    pipe.settle()
+    return tuple(singles)
+
+
+def _stream(pipe: Pipe, count: int) -> tuple[float, ...]:
+    move = pipe.send if pipe.rank == 0 else pipe.recv
+    for _ in range(count):
+        move()
+    pipe.settle()
+    return ()
+
+
+def _duplex(pipe: Pipe, count: int) -> tuple[float, ...]:
+    ahead = IN_FLIGHT - 1 if pipe.rank == 0 else 0
+    for number in range(count + ahead):
+        if pipe.rank == 1:
+            pipe.recv()
+        if number < count:
+            pipe.send()
+        if pipe.rank == 0 and number >= ahead:
+            pipe.recv()
+    pipe.settle()
+    return ()

@@ -1,0 +1,165 @@
+"""Two ranks on this machine, and rounds of everything in turn, so that noise hits all alike."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from tqdm import tqdm
+
+from stagelink.bench.handled import WINDOW, HandlerPipe, LinkPipe, pair_plan
+from stagelink.bench.pipes import Timed, timed
+from stagelink.bench.raw import MEMCPY, RawPipe, copy_once
+from stagelink.bench.records import KINDS, Record, Subject
+from stagelink.control.rendezvous import Launch
+from stagelink.exchange.connect import join
+from stagelink.exchange.handler import Handler
+from stagelink.transport.contract import Deadline
+from stagelink.transport.plugins import Plugins
+
+if TYPE_CHECKING:
+    from stagelink.bench.pipes import Pipe
+
+__all__ = ["Job", "measure"]
+
+_ROUND_BYTES = 64 * 1024 * 1024
+_MOST_MESSAGES = 200
+_LEAST_MESSAGES = 8
+_PATIENCE = timedelta(seconds=300)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to measure.
+
+    Attributes:
+        transports: names; each must be able to link two processes of this machine.
+        sizes_bytes: payloads, multiples of 4.
+        rounds: of each subject, kind and size.
+        progress: whether rank 0 shows a bar on stderr.
+    """
+
+    transports: Sequence[str]
+    sizes_bytes: Sequence[int]
+    rounds: int
+    progress: bool
+
+
+class _Case(NamedTuple):
+    """What times belong to."""
+
+    subject: Subject
+    kind: str
+    size_bytes: int
+
+
+_Times = list[tuple[_Case, int, Timed]]
+"""Rounds in the order in which both ranks had them: case, messages, and when it was here."""
+
+
+def measure(job: Job) -> list[Record]:
+    """Start two processes, measure, and return a record per subject, kind and size.
+
+    Raises:
+        ChildFailedError: a rank failed.
+    """
+    # Its agent tells at length what a rank says itself.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    with TemporaryDirectory(prefix="stagelink-bench-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=2,
+            run_id="bench",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            start_method="spawn",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        by_rank = elastic_launch(config, _rank)(job, folder)
+    return _records(by_rank[0], by_rank[1])
+
+
+def _records(here: _Times, there: _Times) -> list[Record]:
+    seconds: dict[_Case, list[float]] = {}
+    for (case, count, mine), (_, _, theirs) in zip(here, there, strict=True):
+        found = seconds.setdefault(case, [])
+        if mine.singles:
+            found += mine.singles
+        else:
+            began, ended = min(mine.began, theirs.began), max(mine.ended, theirs.ended)
+            found.append((ended - began) / count)
+    return [Record.of(*case, times) for case, times in seconds.items()]
+
+
+def _rank(job: Job, folder: str) -> _Times:
+    """All rounds, on one rank."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    _pin(rank)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/raw", rank=rank, world_size=2, timeout=_PATIENCE
+    )
+    try:
+        with ExitStack() as stack:
+            pipes: list[Pipe] = [RawPipe()]
+            for transport in job.transports:
+                pipes += stack.enter_context(_pipes(transport, rank, f"file://{folder}/ours"))
+            return list(_rounds(job, pipes, rank))
+    finally:
+        dist.destroy_process_group()
+
+
+def _pin(rank: int) -> None:
+    """Give each rank a core of its own, where there are two."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[rank]})
+
+
+@contextmanager
+def _pipes(transport: str, rank: int, store: str) -> Iterator[list[Pipe]]:
+    """A handler over a transport, and a link that no handler uses."""
+    plan = pair_plan(transport)
+    comm = Handler(*join(plan, Launch(rank, 2, f"bench/{transport}", store), Plugins()))
+    engine, _ = join(plan, Launch(rank, 2, f"bench/{transport}/link", store), Plugins())
+    handled = [HandlerPipe(comm, transport, copy=copy) for copy in (False, True)]
+    with comm:
+        yield [LinkPipe(engine, transport), *handled]
+        dist.barrier()
+        engine.close(Deadline(plan.limits.close_deadline_s))
+
+
+def _rounds(job: Job, pipes: Sequence[Pipe], rank: int) -> Iterator[tuple[_Case, int, Timed]]:
+    work = [(size, kind) for size in job.sizes_bytes for kind in KINDS]
+    for size, kind in tqdm(work, disable=rank != 0 or not job.progress, unit="kind"):
+        count = max(_LEAST_MESSAGES, min(_MOST_MESSAGES, _ROUND_BYTES // size))
+        for number in range(-1, job.rounds):  # the first is for warming up
+            for pipe in pipes:
+                found = timed(pipe, kind, size, count, dist.barrier)
+                if number >= 0:
+                    yield _Case(pipe.subject, kind, size), count, found
+            if kind == "stream":
+                found = _copied(size, count, rank)
+                if number >= 0:
+                    yield _Case(MEMCPY, kind, size), count, found
+
+
+def _copied(size: int, count: int, rank: int) -> Timed:
+    """The copies of one round, while the other rank rests."""
+    dist.barrier()
+    seconds = (copy_once(size, WINDOW + 2, count),) if rank == 0 else ()
+    dist.barrier()
+    return Timed(0.0, 0.0, seconds)

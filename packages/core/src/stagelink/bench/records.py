@@ -1,0 +1,77 @@
+"""Times as figures: a record per subject, kind and size."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["KINDS", "Record", "Subject"]
+
+KINDS = ("one_way", "stream", "duplex")
+"""What is measured.
+
+``one_way``: half a round trip of one message, nothing else under way. ``stream``: a message, four
+of them under way in one direction. ``duplex``: one message each way, four under way in each.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was measured.
+
+    Attributes:
+        transport: its name; ``raw-gloo`` and ``memcpy`` for what it is held against.
+        layer: ``handler`` and ``handler-copy``: by a session, with ``copy=False`` and with the
+            copy that is the default; ``link``: by the link alone, without session, window and
+            small messages inline; ``raw``: not by this library.
+    """
+
+    transport: str
+    layer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One figure.
+
+    Attributes:
+        transport: see `Subject`.
+        layer: see `Subject`.
+        kind: one of `KINDS`.
+        payload_bytes: of each message.
+        median_us: microseconds a message.
+        p99_us: the 99th percentile: of single messages for ``one_way``, else of rounds.
+        gib_per_s: at the median; in ``duplex`` of both directions together.
+    """
+
+    transport: str
+    layer: str
+    kind: str
+    payload_bytes: int
+    median_us: float
+    p99_us: float
+    gib_per_s: float
+
+    @classmethod
+    def of(
+        cls, subject: Subject, kind: str, payload_bytes: int, seconds: Sequence[float]
+    ) -> Record:
+        """The figure of some times, seconds a message."""
+        median = statistics.median(seconds)
+        directions = 2 if kind == "duplex" else 1
+        return cls(
+            subject.transport,
+            subject.layer,
+            kind,
+            payload_bytes,
+            median * 1e6,
+            _percentile(seconds, 0.99) * 1e6,
+            directions * payload_bytes / median / 2**30,
+        )
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    """The least value that this share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
