@@ -83,6 +83,7 @@ class Pair:
         self.held: deque[tuple[Header, bytes, list[int]]] = deque()
         self.begun: deque[tuple[Pending, torch.Tensor | None]] = deque()
         self.from_sender = End(window, self._to_receiver)
+        self.from_sender.while_waiting = self.read
         self.from_receiver = End(window, self._to_sender)
         self.sender: Sender = shm.open_sender(
             LINK, cast("Port", self.from_sender), Deadline(SOON_S)
@@ -99,6 +100,7 @@ class Pair:
         self.sender.on_note(note, fds)
 
     def send(self, payload: torch.Tensor) -> Pending | None:
+        self.read()
         header = Header(MessageKind.DATA, payload_bytes=payload.numel())
 
         def announce(note: bytes = b"", fds: Sequence[int] = ()) -> None:
@@ -137,6 +139,6 @@ class Pair:
         return self.take()
 
     def read(self) -> None:
-        """Do what the receiver's finalizers have asked for."""
+        """Do what the receiver has put off until it reads next: send slots home."""
         while self.from_receiver.calls:
             self.from_receiver.calls.popleft()()

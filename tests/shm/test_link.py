@@ -116,6 +116,7 @@ def test_what_the_receiver_has_not_read_counts_as_kept() -> None:
     assert sent == 4
     assert pair.from_sender.rooms == 0
     pair.show()
+    pair.read()
     assert pair.from_sender.rooms == 1  # two were copied out, whose slots are home
     for number in range(sent):
         assert torch.equal(pair.take(), pattern(MIB, number))
@@ -196,6 +197,7 @@ def test_pieces_wait_for_slots() -> None:
     def wait() -> None:
         waits.append(len(pair.held))
         pair.show()
+        pair.read()
 
     pair.from_sender.while_waiting = wait
     finish(pending)

@@ -88,9 +88,15 @@ def test_a_graph_keeps_it_until_its_backward(returns: SlotReturns, ports: Ports)
     assert ports.home == [(0, True)]
 
 
-def test_one_that_was_read_goes_home_at_once(returns: SlotReturns, ports: Ports) -> None:
+def test_those_that_were_read_go_home_together_at_the_next_read(
+    returns: SlotReturns, ports: Ports
+) -> None:
     returns.send_home(9)
-    assert ports.home == [(9, True)]
+    returns.send_home(4)
+    assert ports.home == []
+    assert len(ports.calls) == 1
+    ports.read()
+    assert ports.home == [(9, True), (4, True)]
 
 
 def test_it_can_be_lent_again_when_it_is_home(returns: SlotReturns, ports: Ports) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import FINISHED, Pending, Ready, Receiver
 from stagelink.transport.leases import SlotReturns
-from stagelink_shm.memory import mapped
+from stagelink_shm.memory import copy_bytes, mapped
 from stagelink_shm.notes import Filled
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ShmReceiver(Receiver):
         slot = self._slots[filled.number]
         if filled.keep and size >= _LEAST_VIEW_BYTES:
             return Ready(self._returns.lend(filled.number, slot, size))
-        accept().copy_(slot[:size])
+        copy_bytes(accept(), slot[:size])
         self._returns.send_home(filled.number)
         return FINISHED
 
@@ -130,7 +130,7 @@ class _Assembly(Pending):
 
     def add(self, piece: torch.Tensor) -> None:
         begin = self._filled_bytes
-        self._buffer[begin : begin + piece.numel()].copy_(piece)
+        copy_bytes(self._buffer[begin:], piece)
         self._filled_bytes += piece.numel()
 
     def finish(self, deadline: Deadline) -> None:

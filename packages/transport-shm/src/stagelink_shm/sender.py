@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import FINISHED, Pending, Sender
 from stagelink.transport.leases import slots_home
-from stagelink_shm.memory import mapped, new_memory
+from stagelink_shm.memory import copy_bytes, mapped, new_memory
 from stagelink_shm.notes import Filled
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ShmSender(Sender):
                 self._short = True
                 return False
             keep = keep and self._ring.may_keep(slot)
-        slot.memory.bytes[:size].copy_(payload)
+        copy_bytes(slot.memory.bytes, payload)
         slot.memory.tell(tell, Filled(slot.number, keep, size).pack())
         return True
 

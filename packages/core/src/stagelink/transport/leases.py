@@ -79,9 +79,12 @@ class SlotReturns:
         return lease(memory, size_bytes, partial(self._on_return, number))
 
     def send_home(self, number: int) -> None:
-        """A slot was read and is free again."""
-        self._back.append(number)
-        self._tell()
+        """A slot was read and is free again.
+
+        Its sender hears of it when this rank reads next: what the message is answered with may go
+        before, and several slots go home together.
+        """
+        self._on_return(number)
 
     def close(self) -> None:
         """Nobody is to be told any more; a tensor that lives on keeps nothing but its memory."""
