@@ -86,7 +86,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run benchmarks: ``nox -s bench -- NAME``, or all of them."""
-    session.install(*CONSTRAINTS, *EDITABLE)
-    scripts = {file.stem for file in Path("benchmarks").glob("*.py")} - {"measuring"}
+    session.install(*CONSTRAINTS, *EDITABLE, *_group("bench"))
+    scripts = {file.stem for file in Path("benchmarks").glob("*.py")} - {"measuring", "soak"}
     for name in session.posargs or sorted(scripts):
         session.run("python", f"benchmarks/{name}.py")

@@ -114,6 +114,8 @@ class ShmReceiver(Receiver):
         """Let go; tensors that live on keep their slots' memory."""
         del deadline
         self._returns.close()
+        with self._lock:
+            self._slots.clear()
 
 
 class _Assembly(Pending):

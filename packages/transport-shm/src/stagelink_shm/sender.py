@@ -95,6 +95,12 @@ class ShmSender(Sender):
             self._port.room()
             self._port.wake()
 
+    def close(self, deadline: Deadline) -> None:
+        """Let go of the slots; the receiver keeps what it still looks at."""
+        del deadline
+        with self._lock:
+            self._ring.clear()
+
 
 class SharedMemory:
     """Memory of a slot, and its descriptor until the receiver has it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +30,11 @@ from stagelink.transport.plugins import Plugins
 if TYPE_CHECKING:
     from stagelink.bench.pipes import Pipe
 
-__all__ = ["Job", "measure"]
+__all__ = ["SIZES_BYTES", "Case", "Job", "Times", "measure", "pin", "records_of", "rounds"]
+
+_KIB = 1024
+SIZES_BYTES = (8, 64, 512, *(_KIB * size for size in (4, 64, 256, 1024, 4096, 16384, 65536)))
+"""What is measured where nobody says."""
 
 _ROUND_BYTES = 64 * 1024 * 1024
 _MOST_MESSAGES = 200
@@ -55,7 +59,7 @@ class Job:
     progress: bool
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """What times belong to."""
 
     subject: Subject
@@ -63,7 +67,7 @@ class _Case(NamedTuple):
     size_bytes: int
 
 
-_Times = list[tuple[_Case, int, Timed]]
+Times = list[tuple[Case, int, Timed]]
 """Rounds in the order in which both ranks had them: case, messages, and when it was here."""
 
 
@@ -89,11 +93,12 @@ def measure(job: Job) -> list[Record]:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         by_rank = elastic_launch(config, _rank)(job, folder)
-    return _records(by_rank[0], by_rank[1])
+    return records_of(by_rank[0], by_rank[1])
 
 
-def _records(here: _Times, there: _Times) -> list[Record]:
-    seconds: dict[_Case, list[float]] = {}
+def records_of(here: Times, there: Times) -> list[Record]:
+    """What both ranks saw of the same rounds, as records."""
+    seconds: dict[Case, list[float]] = {}
     for (case, count, mine), (_, _, theirs) in zip(here, there, strict=True):
         found = seconds.setdefault(case, [])
         if mine.singles:
@@ -104,11 +109,11 @@ def _records(here: _Times, there: _Times) -> list[Record]:
     return [Record.of(*case, times) for case, times in seconds.items()]
 
 
-def _rank(job: Job, folder: str) -> _Times:
+def _rank(job: Job, folder: str) -> Times:
     """All rounds, on one rank."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    _pin(rank)
+    pin(rank)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/raw", rank=rank, world_size=2, timeout=_PATIENCE
     )
@@ -117,13 +122,13 @@ def _rank(job: Job, folder: str) -> _Times:
             pipes: list[Pipe] = [RawPipe()]
             for transport in job.transports:
                 pipes += stack.enter_context(_pipes(transport, rank, f"file://{folder}/ours"))
-            return list(_rounds(job, pipes, rank))
+            return list(rounds(job, pipes, rank, dist.barrier))
     finally:
         dist.destroy_process_group()
 
 
-def _pin(rank: int) -> None:
-    """Give each rank a core of its own, where there are two."""
+def pin(rank: int) -> None:
+    """Give this process, of two, a core of its own, where there are two."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.sched_setaffinity(0, {cores[rank]})
@@ -142,24 +147,34 @@ def _pipes(transport: str, rank: int, store: str) -> Iterator[list[Pipe]]:
         engine.close(Deadline(plan.limits.close_deadline_s))
 
 
-def _rounds(job: Job, pipes: Sequence[Pipe], rank: int) -> Iterator[tuple[_Case, int, Timed]]:
+def rounds(
+    job: Job, pipes: Sequence[Pipe], rank: int, start_together: Callable[[], object]
+) -> Iterator[tuple[Case, int, Timed]]:
+    """Carry out all rounds of some pipes, each kind and size of all in turn, and memcpy's.
+
+    Args:
+        job: what to measure; its transports are the caller's affair.
+        pipes: this rank's ends.
+        rank: this rank.
+        start_together: waits until the other rank calls it as well.
+    """
     work = [(size, kind) for size in job.sizes_bytes for kind in KINDS]
     for size, kind in tqdm(work, disable=rank != 0 or not job.progress, unit="kind"):
         count = max(_LEAST_MESSAGES, min(_MOST_MESSAGES, _ROUND_BYTES // size))
         for number in range(-1, job.rounds):  # the first is for warming up
             for pipe in pipes:
-                found = timed(pipe, kind, size, count, dist.barrier)
+                found = timed(pipe, kind, size, count, start_together)
                 if number >= 0:
-                    yield _Case(pipe.subject, kind, size), count, found
+                    yield Case(pipe.subject, kind, size), count, found
             if kind == "stream":
-                found = _copied(size, count, rank)
+                found = _copied(size, count, rank, start_together)
                 if number >= 0:
-                    yield _Case(MEMCPY, kind, size), count, found
+                    yield Case(MEMCPY, kind, size), count, found
 
 
-def _copied(size: int, count: int, rank: int) -> Timed:
+def _copied(size: int, count: int, rank: int, start_together: Callable[[], object]) -> Timed:
     """The copies of one round, while the other rank rests."""
-    dist.barrier()
+    start_together()
     seconds = (copy_once(size, WINDOW + 2, count),) if rank == 0 else ()
-    dist.barrier()
+    start_together()
     return Timed(0.0, 0.0, seconds)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from stagelink.bench import Job, measure, pair_plan
+from stagelink.bench import SIZES_BYTES, Job, measure, pair_plan
 from stagelink.cli.assumed import assume
 from stagelink.cli.failures import first_failure
 from stagelink.cli.output import new_table, plugins_print_to_stderr, print_parts
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["bench_command"]
 
 _KIB = 1024
-_SIZES_BYTES = (8, 64, 512, *(_KIB * size for size in (4, 64, 256, 1024, 4096, 16384, 65536)))
 _TITLES = {
     "one_way": "One way, half a round trip",
     "stream": "Stream, 4 under way",
@@ -93,7 +92,7 @@ def bench_command(
     draw = _drawing() if picture is not None else None
     with plugins_print_to_stderr():
         chosen = list(_usable(names))
-    job = Job(chosen, sizes or _SIZES_BYTES, rounds, progress=True)
+    job = Job(chosen, sizes or SIZES_BYTES, rounds, progress=True)
     try:
         records = measure(job)
     except ChildFailedError as error:

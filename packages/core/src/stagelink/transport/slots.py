@@ -133,6 +133,12 @@ class SlotRing(Generic[_M]):
         else:
             self._give_up(slot)
 
+    def clear(self) -> None:
+        """Let go of all slots, also of those that are out."""
+        self._free.clear()
+        self._out.clear()
+        self._bytes = self._kept = self._kept_bytes = 0
+
     def capacity_for(self, size_bytes: int) -> int:
         """Bytes of a slot made for a message of this size; sizes nearly alike have the same."""
         step = max(self._granule_bytes, 1 << max(0, (size_bytes - 1).bit_length() - 3))

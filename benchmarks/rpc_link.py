@@ -1,0 +1,90 @@
+"""Torch RPC (TensorPipe) between two processes, with the sizes of ``stagelink bench``.
+
+One way is half of a call that gives its tensor back; a stream is calls that give nothing back,
+four of them under way.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.multiprocessing as mp
+from measuring import record
+from torch.distributed import rpc
+
+from stagelink.bench import SIZES_BYTES
+from stagelink.bench.pipes import IN_FLIGHT, buffers_of
+from stagelink.bench.ranks import pin
+from stagelink.bench.records import Record, Subject
+
+SUBJECT = Subject("torch-rpc", "raw")
+ROUNDS = 9
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    """Give it back."""
+    return tensor
+
+
+def take(tensor: torch.Tensor) -> None:
+    """Give nothing back."""
+    del tensor
+
+
+def one_way(size_bytes: int, count: int) -> list[float]:
+    """Seconds of half a call each."""
+    tensor = buffers_of(size_bytes)[0]
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        rpc.rpc_sync("1", echo, (tensor,))
+        found.append((time.perf_counter() - began) / 2)
+    return found
+
+
+def stream(size_bytes: int, count: int) -> float:
+    """Seconds a message."""
+    buffers = buffers_of(size_bytes)
+    calls = [rpc.rpc_async("1", take, (tensor,)) for tensor in buffers]
+    began = time.perf_counter()
+    for number in range(count):
+        slot = number % IN_FLIGHT
+        calls[slot].wait()
+        calls[slot] = rpc.rpc_async("1", take, (buffers[slot],))
+    for call in calls:
+        call.wait()
+    return (time.perf_counter() - began) / count
+
+
+def rank(number: int, folder: str) -> None:
+    """What each of the two runs; rank 0 measures."""
+    torch.set_num_threads(1)
+    pin(number)
+    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc")
+    rpc.init_rpc(str(number), rank=number, world_size=2, rpc_backend_options=options)
+    if number == 0:
+        rows = []
+        for size in SIZES_BYTES:
+            count = max(8, min(200, (64 << 20) // size))
+            one_way(size, 8)
+            singles = [each for _ in range(ROUNDS) for each in one_way(size, count)]
+            rows.append(Record.of(SUBJECT, "one_way", size, singles))
+            streamed = [stream(size, count) for _ in range(ROUNDS)]
+            rows.append(Record.of(SUBJECT, "stream", size, streamed))
+        record("rpc_link", [asdict(one) for one in rows])
+    rpc.shutdown()
+
+
+def main() -> None:
+    """Start both."""
+    with TemporaryDirectory() as folder:
+        mp.spawn(rank, (folder,), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
