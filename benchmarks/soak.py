@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def payloads(sizes: tuple[int, ...]) -> Iterator[torch.Tensor]:
     for number in range(DIFFERENT):
         body = torch.randint(0, 256, (sizes[number % len(sizes)] - 4,), generator=generator)
         tensor = torch.cat([torch.zeros(4, dtype=torch.uint8), body.to(torch.uint8)])
-        tensor[:4].view(torch.int32)[0] = zlib.crc32(tensor[4:].numpy()) & 0x7FFFFFFF
+        tensor[:4].view(torch.int32)[0] = zlib.crc32(memoryview(tensor[4:].numpy())) & 0x7FFFFFFF
         made.append(tensor)
     while True:
         yield from made
@@ -47,7 +48,7 @@ def check(tensor: torch.Tensor | None) -> int:
     """Bytes of a tensor that arrived as it was sent."""
     if tensor is None:
         raise AssertionError("None arrived")
-    body = tensor[4:].numpy()
+    body = memoryview(tensor[4:].numpy())
     if tensor[:4].view(torch.int32).item() != zlib.crc32(body) & 0x7FFFFFFF:
         raise AssertionError(f"a message of {tensor.numel()} bytes arrived changed")
     return tensor.numel()
@@ -74,42 +75,44 @@ def exchange(comm: stagelink.Handler, sizes: tuple[int, ...], messages: int) -> 
     return found
 
 
-def soak(
-    rank: int,
-    world_size: int,
-    store: Store,
-    transport: str,
-    messages: int,
-    gib: float,
-    cycles: int,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Work:
+    """What to carry out; see above."""
+
+    transport: str
+    messages: int
+    gib: float
+    cycles: int
+
+
+def soak(rank: int, world_size: int, store: Store, work: Work) -> dict[str, Any]:
     """All of it on one rank."""
     torch.set_num_threads(1)
-    plan = pair_plan(transport)
+    plan = pair_plan(work.transport)
 
     def join(run: str) -> stagelink.Handler:
         return stagelink.connect(plan, rank=rank, world_size=world_size, store=store, run_id=run)
 
     with join("warm up") as comm:
         exchange(comm, SMALL_BYTES, 100)
-        exchange(comm, LARGE_BYTES, 16)
+        exchange(comm, LARGE_BYTES, 100)
     leaks, began = LeakCheck("threads", "descriptors", "shared mappings"), time.perf_counter()
     before = resident_bytes()
-    large = int(gib * 2**30 / (sum(LARGE_BYTES) / len(LARGE_BYTES)))
+    large = int(work.gib * 2**30 / (sum(LARGE_BYTES) / len(LARGE_BYTES)))
     with join("soak") as comm:
-        checked = exchange(comm, SMALL_BYTES, messages) + exchange(comm, LARGE_BYTES, large)
+        checked = exchange(comm, SMALL_BYTES, work.messages) + exchange(comm, LARGE_BYTES, large)
         grown = resident_bytes() - before
-    for cycle in range(cycles):
+    for cycle in range(work.cycles):
         with join(f"cycle {cycle}") as comm:
             exchange(comm, (100_000,), 2)
     leaks.verify()
     return {
-        "transport": transport,
+        "transport": work.transport,
         "rank": rank,
-        "small_messages": messages,
+        "small_messages": work.messages,
         "large_messages": large,
         "checked_gib": checked / 2**30,
-        "cycles": cycles,
+        "cycles": work.cycles,
         "grown_mib": grown / 2**20,
         "grown_after_cycles_mib": (resident_bytes() - before) / 2**20,
         "seconds": time.perf_counter() - began,
@@ -120,9 +123,8 @@ def main() -> None:
     """Run on two fresh processes."""
     transport, messages, gib, cycles = sys.argv[1:]
     with RankPool() as pool:
-        rows = pool.run(
-            soak, 2, transport, int(messages), float(gib), int(cycles), timeout_s=7200.0
-        )
+        work = Work(transport, int(messages), float(gib), int(cycles))
+        rows = pool.run(soak, 2, work, timeout_s=7200.0)
     record(f"soak_{transport}", rows)
 
 
