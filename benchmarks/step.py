@@ -20,7 +20,9 @@ from measuring import median, record
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import stagelink
+from stagelink.bench.pipes import IN_FLIGHT
 from stagelink.bench.ranks import pin
+from stagelink.bench.raw import copy_once
 from stagelink.testing import RankPool
 
 if TYPE_CHECKING:
@@ -44,17 +46,18 @@ def busy(seconds: float) -> None:
 
 class _Pass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
         """The input itself, later."""
+        del weight  # what makes a graph where the input needs no gradient
         ctx.seconds = seconds
         busy(seconds)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The gradient itself, later."""
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient itself, later; as a view, which torch takes over without a copy."""
         busy(ctx.seconds)
-        return gradients[0], None
+        return gradients[0].view_as(gradients[0]), None, None
 
 
 class _First(torch.autograd.Function):
@@ -75,7 +78,9 @@ ONES: dict[torch.Size, torch.Tensor] = {}
 
 
 def _ones(shape: torch.Size) -> torch.Tensor:
-    return ONES.setdefault(shape, torch.ones(shape))
+    if shape not in ONES:
+        ONES[shape] = torch.ones(shape)
+    return ONES[shape]
 
 
 def loss_of(output: torch.Tensor, target: object = None) -> torch.Tensor:
@@ -90,11 +95,11 @@ class Stage(torch.nn.Module):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
-        self.unused = torch.nn.Parameter(torch.zeros(1))
+        self.weight = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The input, later."""
-        found: torch.Tensor = _Pass.apply(x, self.seconds)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Pass.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -118,7 +123,7 @@ def our_step(comm: Handler, module: Stage, inputs: list[torch.Tensor]) -> None:
             m = action.microbatch
             if comm.rank == 0:
                 if action.kind is stagelink.Kind.FORWARD:
-                    kept[m] = module(inputs[m].requires_grad_())
+                    kept[m] = module(inputs[m])
                     session.send("h", kept[m], m)
                 else:
                     kept.pop(m).backward(session.recv_grad("h", m))
@@ -175,10 +180,10 @@ def measure(rank: int, world_size: int, store: Store) -> list[dict[str, Any]]:
 def row(rank: int, comms: dict[str, Handler], size: int, compute_ms: float) -> dict[str, Any]:
     """One activation size and one amount of compute."""
     module = Stage(compute_ms / 2e3)
-    batch = torch.ones(MICROBATCHES, size // 4, requires_grad=True)
+    batch = torch.ones(MICROBATCHES, size // 4)
     inputs = [torch.ones(1, size // 4) for _ in range(MICROBATCHES)]
     stage = PipelineStage(
-        module, rank, 2, torch.device("cpu"), torch.ones(1, size // 4, requires_grad=True)
+        module, rank, 2, torch.device("cpu"), torch.ones(1, size // 4, requires_grad=rank == 1)
     )
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
     steps: dict[str, Callable[[], None]] = {
@@ -194,7 +199,15 @@ def row(rank: int, comms: dict[str, Handler], size: int, compute_ms: float) -> d
                 times[name].append(seconds)
     ideal = stagelink.verify(plan("shm")).rounds * compute_ms / 2e3
     found = {name: ideal / median(seconds) for name, seconds in times.items()}
-    return {"activation_bytes": size, "compute_ms": compute_ms, "ideal_ms": ideal * 1e3, **found}
+    # Each rank copies as many messages in a step as there are microbatches.
+    copies = MICROBATCHES * median([copy_once(size, IN_FLIGHT, 8) for _ in range(ROUNDS)])
+    return {
+        "activation_bytes": size,
+        "compute_ms": compute_ms,
+        "ideal_ms": ideal * 1e3,
+        **found,
+        "ideal_with_copies": ideal / (ideal + copies),
+    }
 
 
 def main() -> None:

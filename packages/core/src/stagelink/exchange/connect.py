@@ -11,7 +11,7 @@ from stagelink.control.rendezvous import Launch, Rendezvous, open_store
 from stagelink.errors import PlanError
 from stagelink.exchange.engine import Engine
 from stagelink.exchange.handler import Handler
-from stagelink.exchange.wiring import routes_of
+from stagelink.exchange.topology import routes_of
 from stagelink.schedule import require, verify
 from stagelink.transport.choice import asked_for
 from stagelink.transport.contract import Deadline

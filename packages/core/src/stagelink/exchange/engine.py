@@ -18,8 +18,9 @@ from stagelink.exchange.endings import Endings
 from stagelink.exchange.link_end import give_back
 from stagelink.exchange.mail import Mail
 from stagelink.exchange.opening import Openings
+from stagelink.exchange.topology import followers_of, neighbours, siblings_of
 from stagelink.exchange.watch import AbortWatch
-from stagelink.exchange.wiring import Wiring, followers_of, neighbours, siblings_of
+from stagelink.exchange.wiring import Wiring
 from stagelink.plan import differences
 from stagelink.transport.buffers import BufferPool
 from stagelink.transport.choice import asker

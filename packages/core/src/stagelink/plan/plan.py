@@ -128,6 +128,11 @@ class Plan:
         """Whether weights change while microbatches are under way."""
         return self.schedule in ASYNCHRONOUS
 
+    @property
+    def two_versions(self) -> bool:
+        """Whether a batch makes one update of weights, of which there are two versions."""
+        return self.schedule == "pipedream_2bw"
+
     def stage_of(self, rank: int) -> Stage:
         """The stage that a rank holds.
 

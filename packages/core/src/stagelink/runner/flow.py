@@ -97,7 +97,7 @@ class Flow:
 
     def _whole(self, batch: Any) -> Any:
         wanted = self._comm.plan.microbatches
-        if self._comm.plan.schedule == "pipedream_2bw" and batch.microbatches != wanted:
+        if self._comm.plan.two_versions and batch.microbatches != wanted:
             raise UsageError(
                 f"a batch of {batch.items} items: pipedream_2bw cuts every batch into "
                 f"{wanted} microbatches; leave smaller ones out (drop_last)"
@@ -132,7 +132,7 @@ class Flow:
         versions.about_to_update()
         if self._sync is not None:
             with self._station.clock.waiting:
-                if self._mean and self._comm.plan.schedule == "pipedream":
+                if self._mean and not self._comm.plan.two_versions:
                     self._sync.average_gradients(takes_part=takes_part)
                 else:
                     self._sync.add_gradients()
@@ -153,7 +153,7 @@ class _FlowPassage(Passage):
         self._rounds = 0
         self.scored = 0
         self._warm_up = session.warm_up
-        two = comm.plan.schedule == "pipedream_2bw"
+        two = comm.plan.two_versions
         direct = self._warm_up == 0 and not two
         self.versions = Versions(station.module, direct=direct, two=two)
 
@@ -187,5 +187,5 @@ class _FlowPassage(Passage):
                 f"the target of microbatch {microbatch} has no items along a first dimension"
             )
         self.scored += len(target)
-        parts = self._plan.microbatches if self._plan.schedule == "pipedream_2bw" else 1
+        parts = self._plan.microbatches if self._plan.two_versions else 1
         return len(target), len(target) * parts

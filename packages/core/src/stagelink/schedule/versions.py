@@ -29,7 +29,7 @@ __all__ = ["rounds_per_update", "version_for", "version_problems"]
 
 def rounds_per_update(plan: Plan, stage: Stage) -> int:
     """How many rounds of backwards make one update of the stage, in an asynchronous schedule."""
-    return plan.microbatches // stage.replicas if plan.schedule == "pipedream_2bw" else 1
+    return plan.microbatches // stage.replicas if plan.two_versions else 1
 
 
 def version_for(plan: Plan, stage: Stage, round_: int, warm_up: int) -> int:
@@ -41,7 +41,7 @@ def version_for(plan: Plan, stage: Stage, round_: int, warm_up: int) -> int:
         round_: how many microbatches its replica has had before it.
         warm_up: the stage's.
     """
-    if plan.schedule == "pipedream_2bw":
+    if plan.two_versions:
         return max(0, round_ // rounds_per_update(plan, stage) - 1)
     return max(0, round_ - warm_up)
 
@@ -53,7 +53,7 @@ def version_problems(plan: Plan, warm_up: Sequence[int]) -> Iterator[str]:
         plan: the plan.
         warm_up: per stage.
     """
-    if plan.schedule != "pipedream_2bw":
+    if not plan.two_versions:
         return
     if plan.routing != "round_robin":
         yield "pipedream_2bw goes with round_robin, where all replicas have as many of a batch"
