@@ -85,8 +85,12 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run benchmarks: ``nox -s bench -- NAME``, or all of them."""
+    """Run benchmarks: ``nox -s bench -- NAME``, or all; ``links`` is ``stagelink bench``."""
     session.install(*CONSTRAINTS, *EDITABLE, *_group("bench"))
     scripts = {file.stem for file in Path("benchmarks").glob("*.py")} - {"measuring", "soak"}
-    for name in session.posargs or sorted(scripts):
-        session.run("python", f"benchmarks/{name}.py")
+    for name in session.posargs or ["links", *sorted(scripts)]:
+        if name == "links":
+            results = ("--json", "benchmarks/results/links.json", "--plot", "benchmarks/links.svg")
+            session.run("stagelink", "bench", *results)
+        else:
+            session.run("python", f"benchmarks/{name}.py")

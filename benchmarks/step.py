@@ -1,9 +1,9 @@
 """A 1F1B step of two stages beside torch.distributed.pipelining and beside no communication.
 
 Both stages pass their input on and are busy for as long as they are told, half of it in the
-forward and half in the backward; what is compared is the time of a step of eight microbatches
-with what it would take if messages took none (the walk's count of actions, times half the
-compute). Rounds of all three are taken in turn, in one run.
+forward and half in the backward. What is compared is the time of a step of eight microbatches with
+what it would take if messages took none: the walk's count of rounds, times what an action takes a
+stage that neither sends nor receives. Rounds of all are taken in turn, in one run.
 """
 
 from __future__ import annotations
@@ -136,6 +136,16 @@ def our_step(comm: Handler, module: Stage, inputs: list[torch.Tensor]) -> None:
                 session.send_grad("h", x.grad, m)
 
 
+def lonely_step(rank: int, module: Stage, inputs: list[torch.Tensor]) -> None:
+    """The same actions on one stage, without messages."""
+    gradient = _ones(inputs[0].shape)
+    for x in inputs:
+        if rank == 0:
+            module(x).backward(gradient)
+        else:
+            loss_of(module(x.detach().requires_grad_())).backward()
+
+
 def torch_step(schedule: Schedule1F1B, rank: int, batch: torch.Tensor) -> None:
     """One batch by torch's schedule."""
     if rank == 0:
@@ -191,13 +201,16 @@ def row(rank: int, comms: dict[str, Handler], size: int, compute_ms: float) -> d
         for name, comm in comms.items()
     }
     steps["torch_gloo"] = partial(torch_step, schedule, rank, batch)
+    steps["alone"] = partial(lonely_step, rank, module, inputs)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-1, ROUNDS):
         for name, step in steps.items():
             seconds = timed(step)
             if number >= 0:
                 times[name].append(seconds)
-    ideal = stagelink.verify(plan("shm")).rounds * compute_ms / 2e3
+    # A stage alone carries out two actions for each microbatch.
+    action = median(times.pop("alone")) / (2 * MICROBATCHES)
+    ideal = stagelink.verify(plan("shm")).rounds * action
     found = {name: ideal / median(seconds) for name, seconds in times.items()}
     # Each rank copies as many messages in a step as there are microbatches.
     copies = MICROBATCHES * median([copy_once(size, IN_FLIGHT, 8) for _ in range(ROUNDS)])
