@@ -25,7 +25,7 @@ def machine() -> dict[str, Any]:
     """What a figure depends on besides the code."""
     return {
         "date": date.today().isoformat(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections import deque
@@ -15,6 +16,7 @@ from stagelink.errors import ClosedError, StagelinkError, TransportError
 from stagelink.exchange.arrival import Arrival
 from stagelink.exchange.in_link import InLink
 from stagelink.exchange.out_link import OutLink, SendJob
+from stagelink.testing import LeakCheck
 from stagelink.transport.buffers import BufferPool
 from stagelink.transport.contract import (
     FINISHED,
@@ -494,6 +496,14 @@ def test_headers_before_the_link_is_open_are_held(into: Callable[..., In]) -> No
     end.receiver.pendings[0].let()
     end.wait_settled(arrival)
     assert end.receiver.calls == ["note b'early'"]
+
+
+def test_descriptors_of_what_never_begins_are_closed(into: Callable[..., In]) -> None:
+    end, check = into(opened=False), LeakCheck("descriptors")
+    arrival = Arrival(_header(0), 0)
+    end.link.announced(arrival, b"note", os.pipe())
+    end.link.close(Deadline(SOON))
+    check.verify()
 
 
 def test_the_caller_finishes_where_the_transport_says_so(into: Callable[..., In]) -> None:

@@ -740,3 +740,17 @@ def test_endless_deadlines(ranks: Ranks) -> None:
         ("deadline_s", "first_deadline_s", "connect_deadline_s", "close_deadline_s"), float("inf")
     )
     ranks.run(ranks.plan(limits=endless), _endless)
+
+
+def _windows_of_links(comm: stagelink.Handler) -> list[int]:
+    found = []
+    for count in (4, 16, 2):
+        with comm.train(count) as session:
+            found += [max(map(comm._engine.wiring.window_of, comm._engine.wiring.links))]
+            session.leave()
+    return found
+
+
+def test_a_session_with_larger_windows_raises_its_links(ranks: Ranks) -> None:
+    found = ranks.run(ranks.plan(schedule="gpipe", microbatches=4), _windows_of_links)
+    assert found == [[4, 16, 16]] * 2

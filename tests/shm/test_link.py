@@ -300,9 +300,55 @@ def test_a_system_without_it_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_kernel_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> int:
+    def refuse(name: str, flags: int) -> int:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     reason = Shm.probe(ShmOptions()).reason
-    assert reason == "no shared memory without a name: Operation not permitted"
+    assert reason == "no shared memory without a name: [Errno 1] Operation not permitted"
+
+
+def test_a_python_without_it_asks_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert Shm.probe(ShmOptions())
+    assert torch.equal(Pair().pass_on(pattern(MIB)), pattern(MIB))
+
+
+def test_the_receiver_lets_go_of_what_the_sender_gives_up() -> None:
+    pair = Pair(window=30, link_bytes=64 * MIB)
+    kept = [pair.pass_on(pattern(2 * MIB)) for _ in range(24)]
+    assert slots_of(pair) == 24
+    del kept
+    pair.read()
+    kept = [pair.pass_on(pattern(8 * MIB, number)) for number in range(6)]
+    assert sum(slot.numel() for slot in pair.receiver._slots.values()) <= 64 * MIB  # type: ignore[attr-defined]
+    assert slots_of(pair) == pair.sender._ring.count  # type: ignore[attr-defined]
+    for number, got in enumerate(kept):
+        assert torch.equal(got, pattern(8 * MIB, number))
+
+
+def test_a_larger_window_makes_for_more_slots() -> None:
+    pair = Pair(window=2)
+    kept = [pair.pass_on(pattern(MIB)) for _ in range(6)]
+    pair.from_sender.window = 8
+    kept += [pair.pass_on(pattern(MIB)) for _ in range(12)]
+    assert slots_of(pair) == 9  # eight of ten are kept, one copies out
+
+
+def test_a_piece_beyond_its_message_fails_the_link() -> None:
+    pair = pieces()
+    pair.hold = True
+    pending = pair.send(pattern(MIB))
+    assert pending is not None
+    pair.held.clear()
+    _begin(pair, b"", 40 * KIB)
+    with pytest.raises(TimeoutError):  # in core the failure would end the wait
+        pending.finish(Deadline(0.01))
+    assert "65536 bytes do not fit into 40960" in str(pair.from_receiver.failure)
+
+
+def test_descriptors_of_a_bad_note_are_closed() -> None:
+    pair, check = Pair(), LeakCheck("descriptors")
+    with pytest.raises(ValueError, match="a note of 3 bytes"):
+        _begin(pair, b"abc", 5, os.pipe())
+    check.verify()

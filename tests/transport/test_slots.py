@@ -69,6 +69,27 @@ def test_slots_that_are_too_small_make_room() -> None:
         book.give_back(small[1].number)
 
 
+def test_nothing_is_given_up_for_what_would_not_fit_then_either() -> None:
+    book = ring(most=100, bound_bytes=16 * MIB)
+    out = [taken(book, 2 * MIB) for _ in range(7)]
+    small = [taken(book, 512 * KIB) for _ in range(4)]
+    assert len(out) == 7
+    for slot in small[:2]:
+        book.give_back(slot.number)
+    assert book.take(2 * MIB) is None
+    assert (book.count, book.given_up()) == (11, [])
+
+
+def test_what_was_given_up_is_told_once() -> None:
+    book = ring(most=4)
+    small = [taken(book, MIB) for _ in range(4)]
+    for slot in small:
+        book.give_back(slot.number)
+    taken(book, 2 * MIB)
+    assert book.given_up() == [small[0].number]
+    assert book.given_up() == []
+
+
 def test_there_are_no_more_than_told_and_at_least_four() -> None:
     book = ring(most=1)
     for _ in range(4):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Filled"]
+__all__ = ["Filled", "given_up", "pack_given_up"]
 
 _FORMAT = struct.Struct("<I?xxxQ")
+_NUMBER = struct.Struct("<I")
+_GIVEN_UP = b"x"
 
 
 class Filled(NamedTuple):
@@ -37,3 +40,15 @@ class Filled(NamedTuple):
         if len(note) != _FORMAT.size:
             raise ValueError(f"a note of {len(note)} bytes, not {_FORMAT.size}")
         return cls(*_FORMAT.unpack(note))
+
+
+def pack_given_up(numbers: Iterable[int]) -> bytes:
+    """A note that says which slots are no more."""
+    return _GIVEN_UP + b"".join(map(_NUMBER.pack, numbers))
+
+
+def given_up(note: bytes) -> Iterator[int] | None:
+    """The slots that a note of `pack_given_up` names; None where it is no such note."""
+    if note[:1] != _GIVEN_UP or len(note) % _NUMBER.size != 1:
+        return None
+    return (number for (number,) in _NUMBER.iter_unpack(note[1:]))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from stagelink.transport.contract import FINISHED, Pending, Ready, Receiver
 from stagelink.transport.leases import SlotReturns
 from stagelink_shm.memory import copy_bytes, mapped
-from stagelink_shm.notes import Filled
+from stagelink_shm.notes import Filled, given_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,11 +73,12 @@ class ShmReceiver(Receiver):
 
     def _look(self, note: bytes, fds: Sequence[int]) -> Filled:
         """What the note says, with its slot mapped."""
-        filled = Filled.unpack(note)
-        for descriptor in fds:
-            try:
+        try:
+            filled = Filled.unpack(note)
+            for descriptor in fds:
                 self._slots[filled.number] = mapped(descriptor)
-            finally:
+        finally:
+            for descriptor in fds:
                 os.close(descriptor)
         slot = self._slots.get(filled.number)
         if slot is None or slot.numel() < filled.size_bytes:
@@ -92,9 +93,14 @@ class ShmReceiver(Receiver):
         return assembly
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        """A piece has come."""
+        """A piece has come, or slots are no more."""
         try:
             with self._lock:
+                gone = given_up(note)
+                if gone is not None:
+                    for number in gone:
+                        self._slots.pop(number, None)
+                    return
                 self._pieces.append(self._look(note, fds))
                 self._put_together()
         except (OSError, RuntimeError, ValueError) as error:
@@ -116,6 +122,8 @@ class ShmReceiver(Receiver):
         self._returns.close()
         with self._lock:
             self._slots.clear()
+            self._pieces.clear()
+            self._assemblies.clear()
 
 
 class _Assembly(Pending):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stagelink.transport.contract import FINISHED, Pending, Sender
 from stagelink.transport.leases import slots_home
 from stagelink_shm.memory import copy_bytes, mapped, new_memory
-from stagelink_shm.notes import Filled
+from stagelink_shm.notes import Filled, pack_given_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
     Tell = Callable[[bytes, Sequence[int]], None]
 
-__all__ = ["SharedMemory", "ShmSender"]
+__all__ = ["SPARE_SLOTS", "SharedMemory", "ShmSender"]
+
+SPARE_SLOTS = 2
+"""Slots beyond the windows: one that is being filled, one whose way home takes a moment."""
 
 _PIECE_BYTES = 4 * 1024 * 1024
 
@@ -71,7 +74,11 @@ class ShmSender(Sender):
     def _pass(self, payload: torch.Tensor, tell: Tell, *, keep: bool) -> bool:
         size = payload.numel()
         with self._lock:
+            self._ring.grow(self._port.window + SPARE_SLOTS)
             slot = self._ring.take(size)
+            gone = self._ring.given_up()
+            if gone:
+                self._port.note(pack_given_up(gone))
             if slot is None:
                 self._short = True
                 return False
@@ -114,8 +121,13 @@ class SharedMemory:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._descriptor: int | None = new_memory(capacity_bytes)
-        self.bytes = mapped(self._descriptor)
+        descriptor = new_memory(capacity_bytes)
+        try:
+            self.bytes = mapped(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor: int | None = descriptor
 
     def tell(self, tell: Tell, note: bytes) -> None:
         """Send a note, the first time with the descriptor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from stagelink.transport.contract import (
     Verdict,
 )
 from stagelink.transport.slots import SlotRing
+from stagelink_shm.memory import mapped, new_memory
 from stagelink_shm.receiver import ShmReceiver
-from stagelink_shm.sender import SharedMemory, ShmSender
+from stagelink_shm.sender import SPARE_SLOTS, SharedMemory, ShmSender
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Deadline, Link, Port, Receiver, Sender
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["Shm", "ShmOptions"]
 
 _M = TypeVar("_M")
-
-_SPARE = 2
-"""Slots beyond the windows: one that is being filled, one whose way home takes a moment."""
 
 _LEAST_BYTES = 256 * 1024
 
@@ -37,8 +36,10 @@ class ShmOptions:
     """Options in ``[transports.shm]``.
 
     Attributes:
-        link_bytes: the most memory that the slots of one link take, at least 256 KiB. An eighth
-            of it is the largest slot; larger messages go in pieces. It is taken as it is needed.
+        link_bytes: the most memory that the slots of one direction of a link take, at least
+            256 KiB. It is taken as it is needed. An eighth of it is the largest slot; a larger
+            message goes in pieces, and is copied twice more, also with ``copy=False``, into
+            memory of the processes' own.
 
     Raises:
         ValueError: it is too little.
@@ -72,9 +73,13 @@ class Shm(Transport):
         if sys.platform != "linux":
             return Verdict(False, f"it needs Linux's memfd, this is {sys.platform}")
         try:
-            os.close(os.memfd_create("stagelink-probe"))
-        except OSError as error:
-            return Verdict(False, f"no shared memory without a name: {error.strerror}")
+            descriptor = new_memory(mmap.PAGESIZE)
+            try:
+                mapped(descriptor)
+            finally:
+                os.close(descriptor)
+        except (OSError, RuntimeError) as error:
+            return Verdict(False, f"no shared memory without a name: {error}")
         return Verdict(True)
 
     def footprint(self, window: int, message_bytes: int | None) -> Footprint:
@@ -96,4 +101,4 @@ class Shm(Transport):
         return ShmReceiver(port)
 
     def _ring(self, window: int, make: Callable[[int], _M]) -> SlotRing[_M]:
-        return SlotRing(make, most=window + _SPARE, bound_bytes=self.options.link_bytes)
+        return SlotRing(make, most=window + SPARE_SLOTS, bound_bytes=self.options.link_bytes)

@@ -11,8 +11,10 @@ __all__ = ["KINDS", "Record", "Subject"]
 KINDS = ("one_way", "stream", "duplex")
 """What is measured.
 
-``one_way``: half a round trip of one message, nothing else under way. ``stream``: a message, four
-of them under way in one direction. ``duplex``: one message each way, four under way in each.
+``one_way``: half a round trip of one message, nothing else under way. ``stream``: one message
+after another, the memory of at most four of them in use at the sender; what has been copied on
+its way, by a window or into a slot, is not counted. ``duplex``: the same both ways, one message
+each.
 """
 
 

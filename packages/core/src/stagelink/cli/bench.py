@@ -30,8 +30,8 @@ __all__ = ["bench_command"]
 _KIB = 1024
 _TITLES = {
     "one_way": "One way, half a round trip",
-    "stream": "Stream, 4 under way",
-    "duplex": "Both ways at once, 4 under way in each",
+    "stream": "Stream, 4 buffers at the sender",
+    "duplex": "Both ways at once, 4 buffers each",
 }
 
 
@@ -81,8 +81,8 @@ def bench_command(
 ) -> None:
     """Measure links between two processes on this machine.
 
-    Of each transport: the time of a message one way, a stream with four messages under way, and
-    both ways at once; by a session with copy=False (handler) and as usual (handler-copy), and by
+    Of each transport: the time of a message one way, in a stream out of four buffers, and both
+    ways at once; by a session with copy=False (handler) and as usual (handler-copy), and by
     the link alone (link). Beside them torch's own send and recv over gloo (raw-gloo), and what one
     thread copies in memory (memcpy). All are measured in turn: their ratios are what counts.
     """

@@ -274,9 +274,13 @@ class Connection:
             return bytes(memoryview(self._buffer)[:count])
 
     def _receive_with_fds(self) -> int:
-        count, ancillary, _, _ = self.sock.recvmsg_into(
+        count, ancillary, flags, _ = self.sock.recvmsg_into(
             [self._buffer], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC
         )
+        if flags & socket.MSG_CTRUNC:
+            raise ProtocolError(
+                "descriptors were handed over, and this process cannot have so many (ulimit -n)"
+            )
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array("i")

@@ -116,7 +116,8 @@ class Engine:
         ends[self.rank] = me
         self.wiring.agree(ends, found, asker(found, self._plugins.hooks, self.rank), deadline)
         windows = [*map(max, verdict.windows, verdict.forward_windows)]
-        self.wiring.open(found.transports, windows, deadline)
+        self.wiring.enter(windows)
+        self.wiring.open(found.transports, deadline)
         for link in self.wiring.links:
             self._plugins.hooks.link_opened(link)
             logger.debug("rank %d: opened %s", self.rank, link)

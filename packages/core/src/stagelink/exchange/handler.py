@@ -112,6 +112,7 @@ class Handler:
         verdict = self._verified(opening.microbatches, actions) if trains else self._verdict
         windows = verdict.windows if trains else verdict.forward_windows
         self._engine.mail.enter(lambda edge: windows[edge.index])
+        self._engine.wiring.enter(windows)
         place = (self.plan, self.rank)
         session = session_class()(number, opening, place, self._engine.mail)
         own = takewhile(session.has, session.mine) if until_end else session.mine

@@ -116,12 +116,20 @@ class InLink(LinkEnd):
             if self._begun:
                 self._call_worker()
 
+    def close(self, deadline: Deadline) -> None:
+        """As `LinkEnd.close`; what has not begun never will."""
+        super().close(deadline)
+        with self._lock:
+            while self._queue:
+                close_all(self._queue.popleft().fds)
+
     def _pump(self) -> list[Arrival]:
         """Begin what can begin; returns what is ready at once, to be settled without the lock."""
         ready: list[Arrival] = []
-        while self._queue and self._receiver and len(self._begun) < self._capabilities.in_flight:
+        receiver = self._receiver
+        while self._queue and receiver and len(self._begun) < self._capabilities.in_flight:
             announced = self._queue.popleft()
-            if self._begin(announced):
+            if self._begin(receiver, announced):
                 ready.append(announced.arrival)
         return ready
 
@@ -129,7 +137,7 @@ class InLink(LinkEnd):
         for arrival in ready:
             self._settled(arrival)
 
-    def _begin(self, announced: _Announced) -> bool:
+    def _begin(self, receiver: Receiver, announced: _Announced) -> bool:
         arrival, note, fds = announced
         header = arrival.header
 
@@ -137,10 +145,8 @@ class InLink(LinkEnd):
             arrival.payload = self._pool.take(header.payload_bytes)
             return arrival.payload
 
-        if self._receiver is None:
-            return False
         try:
-            pending = self._receiver.begin(header, note, fds, accept)
+            pending = receiver.begin(header, note, fds, accept)
         except Exception as error:
             raise mapped(f"receiving on {self.link}", error) from error
         if isinstance(pending, Ready):

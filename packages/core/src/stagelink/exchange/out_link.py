@@ -15,7 +15,7 @@ import torch
 
 from stagelink.errors import StagelinkError
 from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
-from stagelink.transport.contract import FINISHED, Link, Message, Pending
+from stagelink.transport.contract import Link, Message, Pending, Ready
 
 if TYPE_CHECKING:
     from stagelink.transport.buffers import BufferPool
@@ -166,7 +166,7 @@ class OutLink(LinkEnd):
             raise mapped(f"sending on {self.link}", error) from error
         if pending is None:
             return False
-        if pending is FINISHED:
+        if isinstance(pending, Ready):
             self._done(job)
         else:
             self._begun.append(_Begun(pending, job))

@@ -211,29 +211,31 @@ class Wiring:
 
     # -- building and opening
 
-    def open(
-        self, transports: Mapping[str, Transport], windows: Sequence[int], deadline: Deadline
-    ) -> None:
+    def enter(self, windows: Sequence[int]) -> None:
+        """A session begins.
+
+        Args:
+            windows: per edge, the most messages that may be in flight between two ranks.
+        """
+        found: Counter[Link] = Counter()
+        ways: tuple[WayOut | WayIn, ...] = (
+            *self._mail.out.ways.values(),
+            *self._mail.into.ways.values(),
+        )
+        for way in ways:
+            found[way.link.link] += windows[way.edge.index]
+        self._windows |= found  # the greater of both, link by link
+
+    def open(self, transports: Mapping[str, Transport], deadline: Deadline) -> None:
         """Open both directions of every link; the pairs of ranks do so side by side.
 
         Returns when the peers have opened theirs, too: a rank that fails or closes at once must
         not tear down what a peer is still opening.
 
-        Args:
-            transports: by name.
-            windows: per edge, the most messages that may be in flight between two ranks.
-            deadline: for all of it.
-
         Raises:
             TransportError: a transport could not open its end.
             ConnectError: the deadline passed.
         """
-        ways: list[WayOut | WayIn] = [
-            *self._mail.out.ways.values(),
-            *self._mail.into.ways.values(),
-        ]
-        for way in ways:
-            self._windows[way.link.link] += windows[way.edge.index]
         waiting = dict.fromkeys(self._numbered)
         for peer, links in self._numbered.items():
             opener = partial(self._open_pair, peer, links, transports, deadline, waiting)

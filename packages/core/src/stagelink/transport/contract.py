@@ -227,8 +227,9 @@ class Port(Protocol):
 
     @property
     def window(self) -> int:
-        """How many messages of the link may be under way: what the plan's windows add up to.
+        """How many messages of the link may be under way: what its edges' windows add up to.
 
+        The most of any session so far; a session with larger windows raises it.
         Those that have been sent and not answered yet; the receiver's user holds on to most of
         them. A gradient is the answer to its activation, and has a place in the same window.
         """

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 import torch
 
@@ -27,7 +26,7 @@ __all__ = ["SlotReturns", "lease", "slots_home"]
 _WORD = struct.Struct("<I")
 _UNUSABLE = 1 << 31
 
-_all: WeakSet[SlotReturns] = WeakSet()
+_all: dict[int, weakref.ref[SlotReturns]] = {}
 
 
 def lease(memory: torch.Tensor, size_bytes: int, on_return: Callable[[], object]) -> torch.Tensor:
@@ -53,7 +52,8 @@ class SlotReturns:
     """A receiver's slots on their way home; see `stagelink.transport.slots`.
 
     What is on loan when the process forks is not used again: a data-loader worker that holds a
-    received tensor would see it rewritten.
+    received tensor would see it rewritten. The memory is shared with it all the same: what parent
+    or child write into the tensor, both see.
 
     Args:
         port: the link's; the sender's ``on_note`` gets notes for `slots_home`.
@@ -65,7 +65,8 @@ class SlotReturns:
         self._forked: set[int] = set()
         self._back: deque[int] = deque()
         self._called = False
-        _all.add(self)
+        number = id(self)
+        _all[number] = weakref.ref(self, lambda _: _all.pop(number, None))
 
     def lend(self, number: int, memory: torch.Tensor, size_bytes: int) -> torch.Tensor:
         """A slot's message as a tensor; the slot goes home when the last view of it has died.
@@ -81,8 +82,8 @@ class SlotReturns:
     def send_home(self, number: int) -> None:
         """A slot was read and is free again.
 
-        Its sender hears of it when this rank reads next: what the message is answered with may go
-        before, and several slots go home together.
+        Its sender hears of it at the end of this turn of reading: slots that were read in one turn
+        go home together.
         """
         self._on_return(number)
 
@@ -131,8 +132,10 @@ def slots_home(note: bytes) -> Iterator[tuple[int, bool]]:
 
 
 def _mark_all() -> None:
-    for returns in tuple(_all):
-        returns._mark_forked()
+    for reference in tuple(_all.values()):  # in one step: other threads make and drop some
+        returns = reference()
+        if returns is not None:
+            returns._mark_forked()
 
 
 # Twice: what another thread lends, and what it lets go of, between the two is marked as well.

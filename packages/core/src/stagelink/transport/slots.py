@@ -75,6 +75,7 @@ class SlotRing(Generic[_M]):
         self._free: list[Slot[_M]] = []  # what came home last is at the end
         self._out: dict[int, Slot[_M]] = {}
         self._numbers: list[int] = []
+        self._given_up: list[int] = []
 
     def take(self, size_bytes: int) -> Slot[_M] | None:
         """A slot for a message of up to ``largest_bytes``; None until one comes home.
@@ -86,6 +87,8 @@ class SlotRing(Generic[_M]):
         found = self._best_free(size_bytes)
         if found is None or found.capacity_bytes > _WASTE * capacity:
             found = self._new(capacity) or found
+        if found is None and not self._enough_if_given_up(capacity):
+            return None
         while found is None and self._free:
             self._give_up(self._free.pop(0))
             found = self._new(capacity)
@@ -95,6 +98,18 @@ class SlotRing(Generic[_M]):
             self._free.remove(found)
         self._out[found.number] = found
         return found
+
+    def given_up(self) -> list[int]:
+        """Numbers of slots that were given up since this was asked last, for the receiver.
+
+        It has them mapped until it is told, so it is told before it hears of a new slot.
+        """
+        numbers, self._given_up = self._given_up, []
+        return numbers
+
+    def grow(self, most: int) -> None:
+        """There may be so many slots from now on, if that is more than before."""
+        self.most = max(self.most, most)
 
     def may_keep(self, slot: Slot[_M]) -> bool:
         """Whether the receiver may hold on to a slot that was taken; else it is to copy it out.
@@ -153,6 +168,11 @@ class SlotRing(Generic[_M]):
         """How many slots there are, out and at home."""
         return len(self._out) + len(self._free)
 
+    def _enough_if_given_up(self, capacity: int) -> bool:
+        free = sum(slot.capacity_bytes for slot in self._free)
+        fits = self._bytes - free + capacity <= self._bound_bytes
+        return bool(self._free) and fits and len(self._out) < self.most
+
     def _best_free(self, size_bytes: int) -> Slot[_M] | None:
         best: Slot[_M] | None = None
         for slot in self._free:
@@ -172,3 +192,4 @@ class SlotRing(Generic[_M]):
     def _give_up(self, slot: Slot[_M]) -> None:
         self._bytes -= slot.capacity_bytes
         self._numbers.append(slot.number)
+        self._given_up.append(slot.number)
