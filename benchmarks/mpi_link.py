@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,14 +15,15 @@ import torch
 from measuring import record
 
 from stagelink.bench import SIZES_BYTES, Job
-from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
+from stagelink.bench.pipes import buffers_of
 from stagelink.bench.ranks import pin, records_of, rounds
+from stagelink.bench.raw import PostedPipe
 from stagelink.bench.records import Subject
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
 
 
-class MpiPipe(Pipe):
+class MpiPipe(PostedPipe):
     """The world of two."""
 
     subject = Subject("openmpi", "raw")
@@ -32,53 +32,29 @@ class MpiPipe(Pipe):
         self.rank = world.Get_rank()
         self._world = world
 
-    @contextmanager
-    def round(self, kind: str, size_bytes: int, count: int) -> Iterator[None]:
-        """Receives are posted ahead in a stream."""
-        self._blocking = kind == "one_way"
-        self._out = [tensor.numpy() for tensor in buffers_of(size_bytes)]
-        self._in = [tensor.numpy() for tensor in buffers_of(size_bytes)]
-        self._sent: list[Any] = [None] * IN_FLIGHT
-        self._posted: list[Any] = [None] * IN_FLIGHT
-        self._sends = self._recvs = self._posts = 0
-        self._to_post = count if kind == "duplex" or self.rank == 1 else 0
-        for _ in range(0 if self._blocking else IN_FLIGHT):
-            self._post()
-        yield
+    def buffers(self, size_bytes: int) -> Sequence[Any]:
+        """As MPI takes them, once and not for each message."""
+        return [tensor.numpy() for tensor in buffers_of(size_bytes)]
 
-    def _post(self) -> None:
-        if self._posts < self._to_post:
-            slot = self._posts % IN_FLIGHT
-            self._posted[slot] = self._world.Irecv(self._in[slot], 1 - self.rank)
-            self._posts += 1
+    def post_send(self, buffer: Any) -> Any:
+        """By Isend."""
+        return self._world.Isend(buffer, 1 - self.rank)
 
-    def send(self) -> None:
-        """One message."""
-        slot = self._sends % IN_FLIGHT
-        self._sends += 1
-        if self._blocking:
-            self._world.Send(self._out[slot], 1 - self.rank)
-            return
-        if self._sent[slot] is not None:
-            self._sent[slot].Wait()
-        self._sent[slot] = self._world.Isend(self._out[slot], 1 - self.rank)
+    def post_recv(self, buffer: Any) -> Any:
+        """By Irecv."""
+        return self._world.Irecv(buffer, 1 - self.rank)
 
-    def recv(self) -> None:
-        """One message."""
-        slot = self._recvs % IN_FLIGHT
-        self._recvs += 1
-        if self._blocking:
-            self._world.Recv(self._in[slot], 1 - self.rank)
-            return
-        self._posted[slot].Wait()
-        self._post()
+    def send_now(self, buffer: Any) -> None:
+        """By Send."""
+        self._world.Send(buffer, 1 - self.rank)
 
-    def settle(self) -> None:
-        """Wait for the sends."""
-        for request in self._sent:
-            if request is not None:
-                request.Wait()
-        self._sent = [None] * IN_FLIGHT
+    def recv_now(self, buffer: Any) -> None:
+        """By Recv."""
+        self._world.Recv(buffer, 1 - self.rank)
+
+    def wait(self, posted: Any) -> None:
+        """By the request's own."""
+        posted.Wait()
 
 
 def rank(job: Job) -> None:

@@ -91,7 +91,6 @@ class Pair:
         self.receiver: Receiver = shm.open_receiver(
             LINK, cast("Port", self.from_receiver), Deadline(SOON_S)
         )
-        self._buffer: torch.Tensor | None = None
 
     def _to_receiver(self, note: bytes, fds: Sequence[int]) -> None:
         self.receiver.on_note(note, fds)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 __all__ = ["Filled", "given_up", "pack_given_up"]
 
-_FORMAT = struct.Struct("<I?xxxQ")
+_FORMAT = struct.Struct("<I?3xQ")
 _NUMBER = struct.Struct("<I")
 _GIVEN_UP = b"x"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,24 +14,43 @@ import torch.distributed as dist
 from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
 from stagelink.bench.records import Subject
 
-__all__ = ["MEMCPY", "RawPipe", "copy_once"]
+__all__ = ["MEMCPY", "PostedPipe", "RawPipe", "copy_once"]
 
 MEMCPY = Subject("memcpy", "raw")
 
 
-class RawPipe(Pipe):
-    """The default process group: send and recv one by one, isend and irecv in a stream."""
+class PostedPipe(Pipe):
+    """Blocking sends and receives one way; else posted ones, into buffers that are used again."""
 
-    subject = Subject("raw-gloo", "raw")
+    def buffers(self, size_bytes: int) -> Sequence[Any]:
+        """Messages to send in turn, or to receive into."""
+        return buffers_of(size_bytes)
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
+    @abstractmethod
+    def post_send(self, buffer: Any) -> Any:
+        """Start to send; what it gives is for `wait`."""
+
+    @abstractmethod
+    def post_recv(self, buffer: Any) -> Any:
+        """Start to receive; what it gives is for `wait`."""
+
+    @abstractmethod
+    def send_now(self, buffer: Any) -> None:
+        """Send, and block until that is done."""
+
+    @abstractmethod
+    def recv_now(self, buffer: Any) -> None:
+        """Receive, and block until that is done."""
+
+    @abstractmethod
+    def wait(self, posted: Any) -> None:
+        """Block until something posted is done."""
 
     @contextmanager
     def round(self, kind: str, size_bytes: int, count: int) -> Iterator[None]:
-        """Buffers are used again and again; receives are posted ahead."""
+        """Receives are posted ahead in a stream."""
         self._blocking = kind == "one_way"
-        self._out, self._in = buffers_of(size_bytes), buffers_of(size_bytes)
+        self._out, self._in = self.buffers(size_bytes), self.buffers(size_bytes)
         self._sent: list[Any] = [None] * IN_FLIGHT
         self._posted: list[Any] = [None] * IN_FLIGHT
         self._sends = self._recvs = self._posts = 0
@@ -43,7 +63,7 @@ class RawPipe(Pipe):
     def _post(self) -> None:
         if self._posts < self._to_post:
             slot = self._posts % IN_FLIGHT
-            self._posted[slot] = dist.irecv(self._in[slot], 1 - self.rank)
+            self._posted[slot] = self.post_recv(self._in[slot])
             self._posts += 1
 
     def send(self) -> None:
@@ -51,28 +71,57 @@ class RawPipe(Pipe):
         slot = self._sends % IN_FLIGHT
         self._sends += 1
         if self._blocking:
-            dist.send(self._out[slot], 1 - self.rank)
+            self.send_now(self._out[slot])
             return
         if self._sent[slot] is not None:
-            self._sent[slot].wait()
-        self._sent[slot] = dist.isend(self._out[slot], 1 - self.rank)
+            self.wait(self._sent[slot])
+        self._sent[slot] = self.post_send(self._out[slot])
 
     def recv(self) -> None:
         """One message."""
         slot = self._recvs % IN_FLIGHT
         self._recvs += 1
         if self._blocking:
-            dist.recv(self._in[slot], 1 - self.rank)
+            self.recv_now(self._in[slot])
             return
-        self._posted[slot].wait()
+        self.wait(self._posted[slot])
         self._post()
 
     def settle(self) -> None:
         """Wait for the sends."""
-        for work in self._sent:
-            if work is not None:
-                work.wait()
+        for posted in self._sent:
+            if posted is not None:
+                self.wait(posted)
         self._sent = [None] * IN_FLIGHT
+
+
+class RawPipe(PostedPipe):
+    """The default process group."""
+
+    subject = Subject("raw-gloo", "raw")
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+
+    def post_send(self, buffer: Any) -> Any:
+        """By isend."""
+        return dist.isend(buffer, 1 - self.rank)
+
+    def post_recv(self, buffer: Any) -> Any:
+        """By irecv."""
+        return dist.irecv(buffer, 1 - self.rank)
+
+    def send_now(self, buffer: Any) -> None:
+        """By send."""
+        dist.send(buffer, 1 - self.rank)
+
+    def recv_now(self, buffer: Any) -> None:
+        """By recv."""
+        dist.recv(buffer, 1 - self.rank)
+
+    def wait(self, posted: Any) -> None:
+        """By the work's own."""
+        posted.wait()
 
 
 def copy_once(size_bytes: int, slots: int, count: int) -> float:
