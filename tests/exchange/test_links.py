@@ -29,6 +29,7 @@ from stagelink.transport.contract import (
     Sender,
 )
 from stagelink.transport.header import Header, MessageKind
+from stagelink.transport.lanes import HostLane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +123,7 @@ class Out:
             LINK,
             _capabilities(**capabilities),
             lambda header, note, fds: self.announced.append(header.microbatch),
-            BufferPool(2**20),
+            HostLane(BufferPool(2**20).take),
             self._changed,
             self._failed,
         )
@@ -414,7 +415,7 @@ class In:
         self.link = InLink(
             LINK,
             _capabilities(**capabilities),
-            BufferPool(2**20),
+            HostLane(BufferPool(2**20).take),
             self._settled,
             lambda: None,
             self._failed,

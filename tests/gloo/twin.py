@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore
 
 from stagelink.transport.contract import FINISHED, Deadline, Link, Message, Pending
 from stagelink.transport.header import Header, MessageKind
+from stagelink.transport.lanes import HostLane
 from stagelink_gloo import Gloo, GlooOptions
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.transport.contract import Receiver, Sender
+    from stagelink.transport.lanes import Lane
 
 HEADER, NOTE = 0, 1
 LONG_S = 20.0
@@ -68,6 +70,10 @@ class TwinPort:
     @property
     def window(self) -> int:
         return 1
+
+    @property
+    def lane(self) -> Lane:
+        return HostLane(self.buffer)
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         assert not fds

@@ -35,6 +35,8 @@ class GlooSender(Sender):
         port: for the link's name and receipts.
     """
 
+    tells_sent = True
+
     def __init__(self, pair: Pair, port: Port) -> None:
         self._pair = pair
         self._port = port

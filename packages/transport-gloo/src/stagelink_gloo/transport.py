@@ -39,7 +39,7 @@ class Gloo(Transport):
     name: ClassVar[str] = "gloo"
     api_version: ClassVar[tuple[int, int]] = API_VERSION
     capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=frozenset({"cpu"}), auto_rank=10, in_flight=4, tells_sent=True
+        devices=frozenset({"cpu"}), auto_rank=10, in_flight=4
     )
     Options: ClassVar[type[Any]] = GlooOptions
 

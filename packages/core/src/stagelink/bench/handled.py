@@ -79,14 +79,12 @@ class HandlerPipe(Pipe):
         handle = send("h", self._buffers[slot], number, copy=self._copy)
         self._handles[slot] = None if self._copy else handle
 
-    def recv(self) -> None:
-        """One message; it is let go at once."""
+    def recv(self) -> Any:
+        """One message, which is not kept."""
         number = self._recvs
         self._recvs += 1
-        if self.rank == 0:
-            self._session.recv_grad("h", number)
-        else:
-            self._session.recv("h", number)
+        recv = self._session.recv_grad if self.rank == 0 else self._session.recv
+        return recv("h", number)
 
     def settle(self) -> None:
         """Wait until no buffer is needed any more."""
@@ -140,13 +138,13 @@ class LinkPipe(Pipe):
         if job is not None:
             self._wait(lambda: job.finished)
 
-    def recv(self) -> None:
-        """One message; it is let go at once."""
+    def recv(self) -> Any:
+        """One message, which is not kept."""
         while not self._is_here():
             self._wait(lambda: self._is_here() or self._in.drivable)
             if not self._is_here():
                 self._in.drive(Deadline(_PATIENCE_S))
-        self._arrived.popleft()
+        return self._arrived.popleft().payload
 
     def _is_here(self) -> bool:
         return bool(self._arrived) and self._arrived[0].settled

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from stagelink.bench.records import ONE_WAY_READ
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stagelink.bench.records import Subject
 
-__all__ = ["IN_FLIGHT", "Pipe", "Timed", "buffers_of", "timed"]
+__all__ = ["IN_FLIGHT", "Pipe", "Timed", "buffers_of", "read", "timed"]
 
 IN_FLIGHT = 4
 
@@ -53,8 +56,8 @@ class Pipe(ABC):
         """Hand over the next message; waits while `IN_FLIGHT` are under way."""
 
     @abstractmethod
-    def recv(self) -> None:
-        """Wait for the next message."""
+    def recv(self) -> Any:
+        """Wait for the next message; one way, what it gives is for `read`."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -66,22 +69,36 @@ def buffers_of(size_bytes: int) -> list[torch.Tensor]:
     return [torch.ones(size_bytes // 4) for _ in range(IN_FLIGHT)]
 
 
+def read(payload: Any) -> None:
+    """Read every byte of a message, at the speed of memory: a tensor or an array."""
+    torch.as_tensor(payload).detach().view(torch.float32).sum()
+
+
 def timed(
     pipe: Pipe, kind: str, size_bytes: int, count: int, start_together: Callable[[], object]
 ) -> Timed:
     """Carry one round out."""
-    carry_out = {"one_way": _one_way, "stream": _stream, "duplex": _duplex}[kind]
+    moves: dict[str, Callable[[Pipe, int], tuple[float, ...]]] = {
+        "one_way": partial(_one_way, look=_leave),
+        ONE_WAY_READ: partial(_one_way, look=read),
+        "stream": _stream,
+        "duplex": _duplex,
+    }
     with pipe.round(kind, size_bytes, count):
         start_together()
         began = time.perf_counter()
-        singles = carry_out(pipe, count)
+        singles = moves[kind](pipe, count)
         return Timed(began, time.perf_counter(), singles)
 
 
-def _one_way(pipe: Pipe, count: int) -> tuple[float, ...]:
+def _leave(payload: Any) -> None:
+    pass
+
+
+def _one_way(pipe: Pipe, count: int, look: Callable[[Any], None]) -> tuple[float, ...]:
     if pipe.rank == 1:
         for _ in range(count):
-            pipe.recv()
+            look(pipe.recv())
             pipe.send()
         pipe.settle()
         return ()
@@ -89,7 +106,7 @@ def _one_way(pipe: Pipe, count: int) -> tuple[float, ...]:
     for _ in range(count):
         began = time.perf_counter()
         pipe.send()
-        pipe.recv()
+        look(pipe.recv())
         singles.append((time.perf_counter() - began) / 2)
     pipe.settle()
     return tuple(singles)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,9 +19,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
 
 from stagelink.bench.handled import WINDOW, HandlerPipe, LinkPipe, pair_plan
-from stagelink.bench.pipes import Timed, timed
-from stagelink.bench.raw import MEMCPY, RawPipe, copy_once
-from stagelink.bench.records import KINDS, Record, Subject
+from stagelink.bench.pipes import Timed, read, timed
+from stagelink.bench.raw import COPIERS, Copier, RawPipe, copy_once
+from stagelink.bench.records import KINDS, ONE_WAY_READ, Record, Subject
 from stagelink.control.rendezvous import Launch
 from stagelink.exchange.connect import join
 from stagelink.exchange.handler import Handler
@@ -30,7 +31,17 @@ from stagelink.transport.plugins import Plugins
 if TYPE_CHECKING:
     from stagelink.bench.pipes import Pipe
 
-__all__ = ["SIZES_BYTES", "Case", "Job", "Times", "measure", "pin", "records_of", "rounds"]
+__all__ = [
+    "SIZES_BYTES",
+    "Case",
+    "Job",
+    "Times",
+    "measure",
+    "pin",
+    "pipes_of",
+    "records_of",
+    "rounds",
+]
 
 _KIB = 1024
 SIZES_BYTES = (8, 64, 512, *(_KIB * size for size in (4, 64, 256, 1024, 4096, 16384, 65536)))
@@ -51,12 +62,16 @@ class Job:
         sizes_bytes: payloads, multiples of 4.
         rounds: of each subject, kind and size.
         progress: whether rank 0 shows a bar on stderr.
+        kinds: of `KINDS`, and `ONE_WAY_READ`.
+        copied: kinds beside which one thread copies: both ranks at once in ``duplex``.
     """
 
     transports: Sequence[str]
     sizes_bytes: Sequence[int]
     rounds: int
     progress: bool
+    kinds: Sequence[str] = KINDS
+    copied: Sequence[str] = ("stream",)
 
 
 class Case(NamedTuple):
@@ -121,7 +136,8 @@ def _rank(job: Job, folder: str) -> Times:
         with ExitStack() as stack:
             pipes: list[Pipe] = [RawPipe()]
             for transport in job.transports:
-                pipes += stack.enter_context(_pipes(transport, rank, f"file://{folder}/ours"))
+                store = f"file://{folder}/ours"
+                pipes += stack.enter_context(pipes_of(transport, rank, store, dist.barrier))
             return list(rounds(job, pipes, rank, dist.barrier))
     finally:
         dist.destroy_process_group()
@@ -135,46 +151,67 @@ def pin(rank: int) -> None:
 
 
 @contextmanager
-def _pipes(transport: str, rank: int, store: str) -> Iterator[list[Pipe]]:
-    """A handler over a transport, and a link that no handler uses."""
+def pipes_of(
+    transport: str, rank: int, store: str, wait_for_other: Callable[[], object]
+) -> Iterator[list[Pipe]]:
+    """A link that no handler uses, and a handler without and with a copy, over a transport."""
     plan = pair_plan(transport)
     comm = Handler(*join(plan, Launch(rank, 2, f"bench/{transport}", store), Plugins()))
     engine, _ = join(plan, Launch(rank, 2, f"bench/{transport}/link", store), Plugins())
     handled = [HandlerPipe(comm, transport, copy=copy) for copy in (False, True)]
     with comm:
         yield [LinkPipe(engine, transport), *handled]
-        dist.barrier()
+        wait_for_other()
         engine.close(Deadline(plan.limits.close_deadline_s))
 
 
 def rounds(
-    job: Job, pipes: Sequence[Pipe], rank: int, start_together: Callable[[], object]
+    job: Job,
+    pipes: Sequence[Pipe],
+    rank: int,
+    start_together: Callable[[], object],
+    copiers: Mapping[Subject, Copier] = COPIERS,
 ) -> Iterator[tuple[Case, int, Timed]]:
-    """Carry out all rounds of some pipes, each kind and size of all in turn, and memcpy's.
+    """Carry out all rounds of some pipes, each kind and size of all in turn, and of copies.
 
     Args:
         job: what to measure; its transports are the caller's affair.
         pipes: this rank's ends.
         rank: this rank.
         start_together: waits until the other rank calls it as well.
+        copiers: what one thread copies with.
     """
-    work = [(size, kind) for size in job.sizes_bytes for kind in KINDS]
+    moves = [(pipe.subject, partial(timed, pipe)) for pipe in pipes]
+    copies = [(subject, partial(_copied, copy, rank)) for subject, copy in copiers.items()]
+    work = [(size, kind) for size in job.sizes_bytes for kind in job.kinds]
     for size, kind in tqdm(work, disable=rank != 0 or not job.progress, unit="kind"):
         count = max(_LEAST_MESSAGES, min(_MOST_MESSAGES, _ROUND_BYTES // size))
+        turns = [*moves, *(copies if kind in job.copied else ())]
         for number in range(-1, job.rounds):  # the first is for warming up
-            for pipe in pipes:
-                found = timed(pipe, kind, size, count, start_together)
+            for subject, turn in turns:
+                found = turn(kind, size, count, start_together)
                 if number >= 0:
-                    yield Case(pipe.subject, kind, size), count, found
-            if kind == "stream":
-                found = _copied(size, count, rank, start_together)
-                if number >= 0:
-                    yield Case(MEMCPY, kind, size), count, found
+                    yield Case(subject, kind, size), count, found
 
 
-def _copied(size: int, count: int, rank: int, start_together: Callable[[], object]) -> Timed:
-    """The copies of one round, while the other rank rests."""
+def _copied(
+    copy: Copier,
+    rank: int,
+    kind: str,
+    size: int,
+    count: int,
+    start_together: Callable[[], object],
+) -> Timed:
+    """The copies of one round, while the other rank rests, or does the same in ``duplex``."""
     start_together()
-    seconds = (copy_once(size, WINDOW + 2, count),) if rank == 0 else ()
+    seconds: tuple[float, ...] = ()
+    if rank == 0 or kind == "duplex":
+        and_read = partial(_copy_and_read, copy) if kind == ONE_WAY_READ else copy
+        seconds = (copy_once(size, WINDOW + 2, count, and_read),)
     start_together()
     return Timed(0.0, 0.0, seconds)
+
+
+def _copy_and_read(copy: Copier, target: torch.Tensor, source: torch.Tensor) -> None:
+    copy(target, source)
+    read(target)

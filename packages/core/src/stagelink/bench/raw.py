@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 
 from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
-from stagelink.bench.records import Subject
+from stagelink.bench.records import ONE_WAY_READ, Subject
 
-__all__ = ["MEMCPY", "PostedPipe", "RawPipe", "copy_once"]
+__all__ = ["COPIERS", "Copier", "PostedPipe", "RawPipe", "copy_once"]
 
-MEMCPY = Subject("memcpy", "raw")
+Copier = Callable[[torch.Tensor, torch.Tensor], object]
+"""Copies to its first argument what is in its second."""
+
+COPIERS: dict[Subject, Copier] = {Subject("memcpy", "raw"): torch.Tensor.copy_}
+"""What one thread copies with, where nobody says."""
 
 
 class PostedPipe(Pipe):
@@ -49,7 +53,7 @@ class PostedPipe(Pipe):
     @contextmanager
     def round(self, kind: str, size_bytes: int, count: int) -> Iterator[None]:
         """Receives are posted ahead in a stream."""
-        self._blocking = kind == "one_way"
+        self._blocking = kind in ("one_way", ONE_WAY_READ)
         self._out, self._in = self.buffers(size_bytes), self.buffers(size_bytes)
         self._sent: list[Any] = [None] * IN_FLIGHT
         self._posted: list[Any] = [None] * IN_FLIGHT
@@ -77,15 +81,16 @@ class PostedPipe(Pipe):
             self.wait(self._sent[slot])
         self._sent[slot] = self.post_send(self._out[slot])
 
-    def recv(self) -> None:
+    def recv(self) -> Any:
         """One message."""
         slot = self._recvs % IN_FLIGHT
         self._recvs += 1
         if self._blocking:
             self.recv_now(self._in[slot])
-            return
-        self.wait(self._posted[slot])
-        self._post()
+        else:
+            self.wait(self._posted[slot])
+            self._post()
+        return self._in[slot]
 
     def settle(self) -> None:
         """Wait for the sends."""
@@ -124,11 +129,11 @@ class RawPipe(PostedPipe):
         posted.wait()
 
 
-def copy_once(size_bytes: int, slots: int, count: int) -> float:
+def copy_once(size_bytes: int, slots: int, count: int, copy: Copier = torch.Tensor.copy_) -> float:
     """Seconds of one of ``count`` copies, by one thread into so many buffers in turn."""
     sources = buffers_of(size_bytes)
     targets = [torch.ones_like(sources[0]) for _ in range(slots)]
     began = time.perf_counter()
     for number in range(count):
-        targets[number % slots].copy_(sources[number % IN_FLIGHT])
+        copy(targets[number % slots], sources[number % IN_FLIGHT])
     return (time.perf_counter() - began) / count

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Record", "Subject"]
+__all__ = ["KINDS", "ONE_WAY_READ", "Record", "Subject"]
 
 KINDS = ("one_way", "stream", "duplex")
 """What is measured.
@@ -15,6 +15,12 @@ KINDS = ("one_way", "stream", "duplex")
 after another, the memory of at most four of them in use at the sender; what has been copied on
 its way, by a window or into a slot, is not counted. ``duplex``: the same both ways, one message
 each.
+"""
+
+ONE_WAY_READ = "one_way_read"
+"""As ``one_way``, and whoever receives reads every byte before it answers, or stops the clock.
+
+A view of shared memory has not been read by its receiver's core, where a copy has been written.
 """
 
 
@@ -40,10 +46,10 @@ class Record:
     Attributes:
         transport: see `Subject`.
         layer: see `Subject`.
-        kind: one of `KINDS`.
+        kind: one of `KINDS`, or `ONE_WAY_READ`.
         payload_bytes: of each message.
         median_us: microseconds a message.
-        p99_us: the 99th percentile: of single messages for ``one_way``, else of rounds.
+        p99_us: the 99th percentile: of single messages one way, else of rounds.
         gib_per_s: at the median; in ``duplex`` of both directions together.
     """
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from stagelink.exchange.in_link import InLink
     from stagelink.transport.header import Header
+    from stagelink.transport.lanes import Moment
 
 __all__ = ["Arrival", "Key"]
 
@@ -36,6 +37,7 @@ class Arrival:
         key: what it is found by.
         peer: who sent it.
         link: the link that carries its payload; None when it came inline or has none.
+        moment: when the payload is there, on a device with streams; else None.
         payload: its bytes once `settled`: flat uint8, or bytes where it came inline; None for a
             NONE or REFUSED message.
         settled: whether nothing more has to come.
@@ -43,13 +45,24 @@ class Arrival:
         abandoned: nobody will ask for it; it is to be answered and dropped when settled.
     """
 
-    __slots__ = ("abandoned", "header", "key", "link", "payload", "peer", "refusal", "settled")
+    __slots__ = (
+        "abandoned",
+        "header",
+        "key",
+        "link",
+        "moment",
+        "payload",
+        "peer",
+        "refusal",
+        "settled",
+    )
 
     def __init__(self, header: Header, peer: int) -> None:
         self.header = header
         self.key = Key(header.session, header.edge, header.direction, header.microbatch)
         self.peer = peer
         self.link: InLink | None = None
+        self.moment: Moment | None = None
         self.payload: torch.Tensor | bytes | None = None
         self.settled = False
         self.refusal: str | None = None

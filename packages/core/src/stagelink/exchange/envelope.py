@@ -25,11 +25,14 @@ class Terms(NamedTuple):
 
     Attributes:
         trains: whether gradients come back.
-        inline_bytes: payloads up to this size travel in the header's frame.
+        inline_bytes: payloads in host memory up to this size travel in the header's frame.
+        device: where this stage's tensors are. A link to a stage on another kind of device carries
+            host memory, and each end moves what is its own.
     """
 
     trains: bool
     inline_bytes: int
+    device: torch.device
 
 
 def seal(
@@ -41,7 +44,7 @@ def seal(
 ) -> SendJob:
     """The message for a tensor, or the NONE message for None.
 
-    A small payload is copied here; a large one shares the tensor's memory where it can.
+    A small payload in host memory is copied here; others share the tensor's memory where they can.
 
     Args:
         ways: where it goes; all ways of one tensor in one direction.
@@ -60,17 +63,21 @@ def seal(
     dtype = dtype_of(tensor)
     if check is not None:
         check(tensor)
-    _check_carried(ways, dtype.name, tensor.device.type)
+    _check_carried(ways, dtype.name)
+    if tensor.device != terms.device:
+        raise MessageError(f"the tensor is on {tensor.device}, this rank's stage {terms.device}")
+    lane = ways[0].link.lane
     forward = direction is Direction.FORWARD
     takes_gradient = forward and terms.trains and tensor.requires_grad and ways[0].edge.tensor.grad
     flags = Flag.REQUIRES_GRAD if takes_gradient else 0
     size_bytes = tensor.nbytes
     payload: torch.Tensor | bytes
-    if size_bytes <= terms.inline_bytes:
-        payload = raw_bytes(tensor)
+    carried = tensor if lane.device == terms.device else tensor.to(lane.device)
+    if size_bytes <= terms.inline_bytes and carried.is_cpu:
+        payload = raw_bytes(carried)
         flags |= Flag.INLINE
     else:
-        payload = to_bytes(tensor)
+        payload = to_bytes(carried)
     header = Header(
         MessageKind.DATA if forward else MessageKind.GRAD,
         direction,
@@ -85,14 +92,16 @@ def seal(
     return SendJob(header, payload)
 
 
-def unseal(arrival: Arrival) -> torch.Tensor | None:
+def unseal(arrival: Arrival, terms: Terms) -> torch.Tensor | None:
     """The tensor that arrived, sharing the payload's memory; None where None was sent."""
     payload = arrival.payload
     if payload is None:
         return None
     if isinstance(payload, bytes):
-        return from_raw(payload, arrival.header.dtype, arrival.header.shape)
-    return from_bytes(payload, arrival.header.dtype, arrival.header.shape)
+        tensor = from_raw(payload, arrival.header.dtype, arrival.header.shape)
+    else:
+        tensor = from_bytes(payload, arrival.header.dtype, arrival.header.shape)
+    return tensor if tensor.device == terms.device else tensor.to(terms.device)
 
 
 def check_contract(edge: Edge, tensor: torch.Tensor) -> None:
@@ -129,15 +138,11 @@ def check_gradient(like: Header, gradient: torch.Tensor) -> None:
         )
 
 
-def _check_carried(ways: Sequence[WayOut], dtype: str, device: str) -> None:
+def _check_carried(ways: Sequence[WayOut], dtype: str) -> None:
     for way in ways:
         link = way.link
         if link.dtypes is not None and dtype not in link.dtypes:
             raise MessageError(
                 f"transport {link.link.transport!r} does not carry {dtype}, only "
                 f"{', '.join(sorted(link.dtypes))}"
-            )
-        if device != link.link.device:
-            raise MessageError(
-                f"the tensor is on {device!r}, the plan puts its stage on {link.link.device!r}"
             )

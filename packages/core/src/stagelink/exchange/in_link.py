@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from stagelink.control.connection import close_all
 from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
 from stagelink.transport.contract import Ready
 
 if TYPE_CHECKING:
-    import torch
-
     from stagelink.errors import StagelinkError
     from stagelink.exchange.arrival import Arrival
-    from stagelink.transport.buffers import BufferPool
     from stagelink.transport.contract import Capabilities, Deadline, Link, Pending, Receiver
+    from stagelink.transport.lanes import Lane
 
 __all__ = ["InLink"]
 
@@ -39,7 +39,7 @@ class InLink(LinkEnd):
     Args:
         link: what it connects.
         capabilities: of its transport.
-        pool: where receive buffers come from.
+        lane: where receive buffers come from, and what is done is queued.
         settled: called with each arrival whose payload is complete, on the thread that finished
             it.
         changed: called when the worker gives up.
@@ -50,18 +50,17 @@ class InLink(LinkEnd):
         self,
         link: Link,
         capabilities: Capabilities,
-        pool: BufferPool,
+        lane: Lane,
         settled: Callable[[Arrival], None],
         changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
         super().__init__(
-            f"stagelink-recv-{link.source}-{link.target}-{link.transport}", fail, changed
+            f"stagelink-recv-{link.source}-{link.target}-{link.transport}", lane, fail, changed
         )
         self.link = link
         self._receiver: Receiver | None = None
         self._capabilities = capabilities
-        self._pool = pool
         self._settled = settled
         self._queue: deque[_Announced] = deque()
         self._begun: deque[_Received] = deque()
@@ -110,6 +109,11 @@ class InLink(LinkEnd):
         finally:
             self._finishing.release()
 
+    def hand_over(self, arrival: Arrival) -> None:
+        """The caller's stream goes on when the payload is there."""
+        if arrival.moment is not None and isinstance(arrival.payload, torch.Tensor):
+            self.lane.hand_over(arrival.payload, arrival.moment)
+
     def drain(self) -> None:
         """Nobody will ask for some of what has begun: let the worker finish it."""
         with self._lock:
@@ -142,11 +146,12 @@ class InLink(LinkEnd):
         header = arrival.header
 
         def accept() -> torch.Tensor:
-            arrival.payload = self._pool.take(header.payload_bytes)
+            arrival.payload = self.lane.buffer(header.payload_bytes)
             return arrival.payload
 
         try:
-            pending = receiver.begin(header, note, fds, accept)
+            with self.lane.entered():
+                pending = receiver.begin(header, note, fds, accept)
         except Exception as error:
             raise mapped(f"receiving on {self.link}", error) from error
         if isinstance(pending, Ready):
@@ -159,6 +164,7 @@ class InLink(LinkEnd):
 
     def _arrived(self, arrival: Arrival, payload: torch.Tensor | None) -> None:
         self.unfinished -= 1
+        arrival.moment = self.lane.moment()
         if payload is not None:
             arrival.payload = payload
 
@@ -173,7 +179,8 @@ class InLink(LinkEnd):
     def _finish_oldest(self, deadline: Deadline) -> None:
         pending, arrival = self._begun[0]
         try:
-            payload = pending.finish(deadline)
+            with self.lane.entered():
+                payload = pending.finish(deadline)
         except Exception as error:
             raise mapped(f"receiving on {self.link}", error) from error
         with self._lock:

@@ -164,6 +164,7 @@ class Incoming:
                 f"from rank {way.peer}, {key} of edge {way.edge.name!r}: {arrival.refusal}"
             )
         self._count(way, key, arrival, arrived - began, time.monotonic() - arrived)
+        way.link.hand_over(arrival)
         return arrival
 
     def wait_whole(self, way: WayIn, key: Key, deadline: Deadline) -> tuple[Arrival, float]:

@@ -18,6 +18,7 @@ from stagelink.transport.contract import Deadline
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Receiver, Sender
+    from stagelink.transport.lanes import Lane
 
 __all__ = ["FOREVER", "LinkEnd", "give_back", "mapped"]
 
@@ -34,13 +35,19 @@ class LinkEnd(ABC):
     Attributes:
         unfinished: how many messages are on their way through this end.
         given_up: whether the worker has ended since its peer, or this rank, closed.
+        lane: where what is done is queued.
     """
 
     unfinished = 0
 
     def __init__(
-        self, name: str, fail: Callable[[StagelinkError], None], changed: Callable[[], None]
+        self,
+        name: str,
+        lane: Lane,
+        fail: Callable[[StagelinkError], None],
+        changed: Callable[[], None],
     ) -> None:
+        self.lane = lane
         self._changed = changed
         self._notes_lock = threading.RLock()
         self._held_notes: deque[tuple[bytes, Sequence[int]]] = deque()

@@ -18,9 +18,9 @@ from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
 from stagelink.transport.contract import Link, Message, Pending, Ready
 
 if TYPE_CHECKING:
-    from stagelink.transport.buffers import BufferPool
     from stagelink.transport.contract import Capabilities, Sender
     from stagelink.transport.header import Header
+    from stagelink.transport.lanes import Lane, Moment
 
 __all__ = ["OutLink", "SendJob"]
 
@@ -34,15 +34,17 @@ class SendJob:
             them, and for a message without.
         started: whether the window has let it go.
         finished: whether the caller's memory is needed no more.
+        moment: when the payload is there, on a device with streams; else None.
     """
 
-    __slots__ = ("finished", "header", "payload", "started")
+    __slots__ = ("finished", "header", "moment", "payload", "started")
 
     def __init__(self, header: Header, payload: torch.Tensor | bytes | None) -> None:
         self.header = header
         self.payload = payload
         self.started = False
         self.finished = False
+        self.moment: Moment | None = None
 
 
 class _Begun(NamedTuple):
@@ -57,7 +59,7 @@ class OutLink(LinkEnd):
         link: what it connects.
         capabilities: of its transport.
         announce: sends a header with a note and descriptors to the peer.
-        pool: where copies of payloads come from.
+        lane: makes copies of payloads; what is done is queued there.
         changed: called when a job is finished.
         fail: called with what went wrong on the worker.
 
@@ -70,18 +72,17 @@ class OutLink(LinkEnd):
         link: Link,
         capabilities: Capabilities,
         announce: Callable[[Header, bytes, Sequence[int]], None],
-        pool: BufferPool,
+        lane: Lane,
         changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
         super().__init__(
-            f"stagelink-send-{link.source}-{link.target}-{link.transport}", fail, changed
+            f"stagelink-send-{link.source}-{link.target}-{link.transport}", lane, fail, changed
         )
         self.link = link
         self._sender: Sender | None = None
         self._capabilities = capabilities
         self._announce = announce
-        self._pool = pool
         self._telling = threading.Lock()
         self._queue: deque[SendJob | Callable[[], None]] = deque()
         self._begun: deque[_Begun] = deque()
@@ -104,13 +105,13 @@ class OutLink(LinkEnd):
             StagelinkError: the transport failed in ``begin``; it is for the caller to fail the
                 handler.
         """
-        if copy and not self._capabilities.copies_on_begin:
-            self._keep_copy(job)
+        if job.moment is None:  # else it was parked, and this is not its caller's thread
+            self.detach(job, copy=copy and not self._capabilities.copies_on_begin)
         with self._lock:
             self.unfinished += 1
             if self._queue or not self._begin(job):
                 if copy and self._capabilities.copies_on_begin:
-                    self._keep_copy(job)
+                    self.detach(job, copy=True)
                 self._queue.append(job)
 
     def when_announced(self, action: Callable[[], None]) -> None:
@@ -134,9 +135,12 @@ class OutLink(LinkEnd):
         """Names of the only element types that the transport carries; None: every one."""
         return self._capabilities.dtypes
 
-    def _keep_copy(self, job: SendJob) -> None:
+    def detach(self, job: SendJob, *, copy: bool) -> None:
+        """Have a message begin after what its caller has queued so far, with a copy if asked."""
         if isinstance(job.payload, torch.Tensor):
-            job.payload = self._pool.take(job.payload.numel()).copy_(job.payload)
+            if copy:
+                job.payload = self.lane.kept(job.payload)
+            job.moment = self.lane.callers_moment()
 
     def _pump(self) -> None:
         while self._queue:
@@ -161,7 +165,8 @@ class OutLink(LinkEnd):
             self._announce(header, note, fds)
 
         try:
-            pending = self._sender.begin(message, announce)
+            with self.lane.entered(job.moment):
+                pending = self._sender.begin(message, announce)
         except Exception as error:
             raise mapped(f"sending on {self.link}", error) from error
         if pending is None:
@@ -170,7 +175,7 @@ class OutLink(LinkEnd):
             self._done(job)
         else:
             self._begun.append(_Begun(pending, job))
-            if not self._capabilities.tells_sent:
+            if not self._sender.tells_sent:
                 self._call_worker()
         return True
 
@@ -186,7 +191,7 @@ class OutLink(LinkEnd):
     @property
     def idle(self) -> bool:
         """As `LinkEnd.idle`; where the transport tells what is sent, nobody is waiting for it."""
-        return self._capabilities.tells_sent or super().idle
+        return (self._sender is not None and self._sender.tells_sent) or super().idle
 
     def finish_oldest(self) -> None:
         """Finish the oldest message on this thread, where the transport says that it may.
@@ -203,7 +208,8 @@ class OutLink(LinkEnd):
     def _finish_head(self) -> None:
         pending, job = self._begun[0]
         try:
-            pending.finish(FOREVER)
+            with self.lane.entered():
+                pending.finish(FOREVER)
         except Exception as error:
             raise mapped(f"sending on {self.link}", error) from error
         with self._lock:

@@ -150,8 +150,7 @@ class Outgoing:
         )
 
     def _park(self, way: WayOut, window: Window, key: Key, job: SendJob, *, copy: bool) -> None:
-        if copy and isinstance(job.payload, torch.Tensor):
-            job.payload = job.payload.clone()
+        way.link.detach(job, copy=copy)
         start = partial(self._start, way, key, job, copy=False)
         with self._plane.lock:
             # A place may have come free since; then nobody would start what is parked now.

@@ -18,6 +18,7 @@ from stagelink.exchange.routes import Routes
 from stagelink.schedule import UNTIL_END, rank_for
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header
+from stagelink.transport.lanes import device_here
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -67,7 +68,8 @@ class Session:
         self.warm_up = 0
         self._routes = Routes(self._plan, self._rank, mail, self.microbatches)
         self.mine = self._routes.mine
-        self._terms = Terms(self.mode == "train", mail.out.inline_bytes)
+        device = device_here(self._plan.stage_of(self._rank).device)
+        self._terms = Terms(self.mode == "train", mail.out.inline_bytes, device)
         self._mail = mail
         self._limits: Limits = self._plan.limits
         self.open = True
@@ -343,8 +345,12 @@ class Session:
         job = self._job(ways, key, tensor, check)
         header, payload = job.header, job.payload
         jobs = [job]
-        for way in ways[1:]:  # every consumer's message is the same but for its edge
-            jobs.append(SendJob(header._replace(edge=way.edge.index), payload))
+        for way in ways[1:]:
+            # Every consumer's message is the same but for its edge, and for where it is carried.
+            if way.link.lane.device == ways[0].link.lane.device:
+                jobs.append(SendJob(header._replace(edge=way.edge.index), payload))
+            else:
+                jobs.append(self._job([way], key._replace(edge=way.edge.index), tensor, check))
         for way, own in zip(ways, jobs, strict=True):
             key = key if own is job else key._replace(edge=way.edge.index)
             if self._mail.out.send(way, key, own, copy=copy, deadline=deadline):
@@ -377,7 +383,7 @@ class Session:
             self._owed[key.edge, key.microbatch] = arrival.header
         else:
             self._mail.into.post_credit(way.peer, key)
-        tensor = unseal(arrival)
+        tensor = unseal(arrival, self._terms)
         if tensor is not None and arrival.header.requires_grad:
             tensor.requires_grad_()
         return tensor
@@ -395,7 +401,7 @@ class Session:
                 self._mail.into.wait_whole(way, key, deadline)
         total: torch.Tensor | None = None
         for way, key in awaited:
-            gradient = unseal(self._receive(way, key, deadline))
+            gradient = unseal(self._receive(way, key, deadline), self._terms)
             forward = self._mail.out.ways[key.edge, Direction.FORWARD, way.peer]
             self._mail.out.release(forward, self.number, key.microbatch)
             self._returning.remove((key.edge, key.microbatch))

@@ -26,6 +26,7 @@ from stagelink.transport.choice import Choice, choose
 from stagelink.transport.contract import Link
 from stagelink.transport.events import LinkCounters
 from stagelink.transport.header import Direction, Header, MessageKind
+from stagelink.transport.lanes import HostLane
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.choice import Asker
     from stagelink.transport.contract import Deadline, Transport
+    from stagelink.transport.lanes import Lane
     from stagelink.transport.offers import End, Survey
 
 __all__ = ["Wiring"]
@@ -65,6 +67,10 @@ class _Port:
     @property
     def window(self) -> int:
         return self._wiring.window_of(self.link)
+
+    @property
+    def lane(self) -> Lane:
+        return self._end.lane
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         self._wiring.plane.post(
@@ -275,17 +281,19 @@ class Wiring:
     def _build_end(self, link: Link, transports: Mapping[str, Transport]) -> None:
         if link in self._ends:
             return
-        capabilities = transports[link.transport].capabilities
+        transport = transports[link.transport]
+        capabilities = transport.capabilities
+        lane = transport.lane(link) or HostLane(self.pool.take)
         if link.source == self.rank:
             announce = partial(self._announce, link.target)
             self._ends[link] = OutLink(
-                link, capabilities, announce, self.pool, self.plane.changed, self.plane.blame
+                link, capabilities, announce, lane, self.plane.changed, self.plane.blame
             )
         else:
             self._ends[link] = InLink(
                 link,
                 capabilities,
-                self.pool,
+                lane,
                 self._mail.into.on_settled,
                 self.plane.changed,
                 self.plane.blame,
@@ -343,10 +351,11 @@ class Wiring:
     def _open_end(self, number: int, link: Link, transport: Transport, deadline: Deadline) -> None:
         end = self._ends[link]
         port = _Port(self, link, end, number)
-        if isinstance(end, OutLink):
-            end.opened(transport.open_sender(link, port, deadline))
-        elif isinstance(end, InLink):
-            end.opened(transport.open_receiver(link, port, deadline))
+        with end.lane.entered():
+            if isinstance(end, OutLink):
+                end.opened(transport.open_sender(link, port, deadline))
+            elif isinstance(end, InLink):
+                end.opened(transport.open_receiver(link, port, deadline))
 
     # -- running and closing
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.transport.header import Header
+    from stagelink.transport.lanes import Lane
 
 __all__ = [
     "API_VERSION",
@@ -116,8 +117,6 @@ class Capabilities:
         in_flight: messages of one link that may have begun and not finished, on either end.
         copies_on_begin: when ``Sender.begin`` returns a pending, the payload has been read, and
             the caller may overwrite it; otherwise core makes the copy.
-        tells_sent: the `Sender` calls `Port.sent` when the ``finish`` of its oldest message will
-            not block, so that no thread need wait in it.
         caller_thread: ``Receiver``'s ``finish`` wakes on abort and on signals (it waits only
             through `Port.wait`), so core runs it in the thread that asks for the message.
         dtypes: names of the only element types it carries; None: every one, as bytes.
@@ -130,7 +129,6 @@ class Capabilities:
     same_process: bool = False
     in_flight: int = 1
     copies_on_begin: bool = False
-    tells_sent: bool = False
     caller_thread: bool = False
     dtypes: frozenset[str] | None = None
 
@@ -192,7 +190,8 @@ class Message:
         header: kind, edge, microbatch, dtype, shape and size.
         payload: flat uint8 tensor of ``header.payload_bytes`` bytes, contiguous. Read-only for the
             transport, valid until ``finish`` returns (with ``copies_on_begin``: until ``begin``
-            does).
+            does). On a device with streams it is there for what is queued on the link's lane, and
+            ``finish`` returns when it has been read, not only when that is queued.
     """
 
     header: Header
@@ -234,6 +233,10 @@ class Port(Protocol):
         them. A gradient is the answer to its activation, and has a place in the same window.
         """
 
+    @property
+    def lane(self) -> Lane:
+        """The link's stream; current wherever core calls ``open_*``, ``begin`` and ``finish``."""
+
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         """Send a note to the twin's ``on_note``; returns at once.
 
@@ -247,7 +250,7 @@ class Port(Protocol):
     def sent(self) -> None:
         """The ``finish`` of the oldest message that has begun here will not block: call it now.
 
-        For the sending end of a transport that says ``tells_sent``; once for each message.
+        For a `Sender` that says ``tells_sent``; once for each message.
         """
 
     def fail(self, error: BaseException) -> None:
@@ -293,7 +296,8 @@ class Pending(ABC):
 
         Returns:
             On a sender None. On a receiver None when the payload is in the accepted buffer, else a
-            flat uint8 tensor of exactly the payload's size that nobody will write again.
+            flat uint8 tensor of exactly the payload's size that nobody will write again. On a
+            device with streams it is there for what is queued on the link's lane afterwards.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -323,7 +327,14 @@ FINISHED = Ready()
 
 
 class Sender(ABC):
-    """The sending end of one link."""
+    """The sending end of one link.
+
+    Attributes:
+        tells_sent: it calls `Port.sent` when the ``finish`` of its oldest message will not block,
+            so that no thread need wait in it.
+    """
+
+    tells_sent = False
 
     @abstractmethod
     def begin(self, message: Message, announce: Announce) -> Pending | None:
@@ -418,6 +429,20 @@ class Transport(ABC):
     def describe(self) -> Mapping[str, Any]:
         """What a peer must know to judge a link: small JSON-able values, a device's uuid say."""
         return {}
+
+    def lane(self, link: Link) -> Lane | None:
+        """Where a link's copies are queued; called once for each end, where `connect` is called.
+
+        For an author of a transport to another kind of device than CUDA to override.
+
+        Returns:
+            The lane; None for host memory.
+        """
+        if link.device != "cuda":
+            return None
+        from stagelink.transport.lanes import CudaLane  # noqa: PLC0415 - only where there are GPUs
+
+        return CudaLane()
 
     def footprint(self, window: int, message_bytes: int | None) -> Footprint | None:
         """What a link would take of memory shared by its ends, for ``stagelink plan`` to tell.

@@ -1,0 +1,232 @@
+"""Where a link's copies are queued: a stream of its own on a device that has streams.
+
+What a caller has computed when it sends may not have run yet, and what was received may not be
+there yet when it is handed out: on such a device both are only in order with other work. A `Lane`
+keeps that order. Core enters it around every ``begin`` and ``finish`` of the link, after the
+message's own `Moment`; what is handed to the caller comes after the lane's.
+
+`CudaLane` has been run on no GPU yet; what the tests show of it they show by a lane of their own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from stagelink.transport.contract import Deadline
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from stagelink.transport.contract import Port
+
+__all__ = ["CudaLane", "HostLane", "Lane", "Moment", "device_here", "reach"]
+
+_SHORTEST_LOOK_S = 10e-6
+_LONGEST_LOOK_S = 1e-3
+
+
+class Moment(ABC):
+    """A point in a stream's work: all that was queued before it."""
+
+    @property
+    @abstractmethod
+    def reached(self) -> bool:
+        """Whether that work is done; never blocks.
+
+        Raises:
+            Exception: the device failed.
+        """
+
+
+class Lane(ABC):
+    """A link's stream.
+
+    Attributes:
+        device: where its tensors are.
+        handle: the stream as the device's library numbers it; 0 on a device without streams.
+    """
+
+    device: torch.device
+    handle: int
+
+    @abstractmethod
+    def callers_moment(self) -> Moment | None:
+        """What the calling thread has queued up to now, on its own stream; None if all is done."""
+
+    @abstractmethod
+    def moment(self) -> Moment | None:
+        """What has been queued on this lane up to now; None if all of it is done."""
+
+    @abstractmethod
+    def entered(self, after: Moment | None = None) -> AbstractContextManager[None]:
+        """Make it the thread's current stream; what is queued then comes after the moment."""
+
+    @abstractmethod
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """A flat uint8 tensor on the device, to be written on this lane."""
+
+    @abstractmethod
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        """A flat uint8 CPU tensor that this lane can copy to and from without holding it up."""
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between flat uint8 tensors of one size, each on the device or `staging`."""
+
+    @abstractmethod
+    def kept(self, payload: torch.Tensor) -> torch.Tensor:
+        """A copy that the caller's later work does not change, made on the caller's stream."""
+
+    @abstractmethod
+    def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
+        """The caller's stream goes on after the moment, and may use the payload."""
+
+
+def device_here(kind: str) -> torch.device:
+    """Where tensors of a stage on this kind of device are: for CUDA, on the current one."""
+    if kind != "cuda":
+        return torch.device(kind)
+    return torch.device(kind, torch.cuda.current_device())
+
+
+def reach(moment: Moment | None, port: Port, deadline: Deadline) -> None:
+    """Wait until a moment is reached; unlike the device's own waits this ends on abort.
+
+    Raises:
+        TimeoutError: the deadline passed.
+        StagelinkError: the handler failed or was closed.
+    """
+    look_s = _SHORTEST_LOOK_S
+    while moment is not None and not moment.reached:
+        if deadline.passed:
+            raise TimeoutError(
+                f"{port.link}: the device did not finish within {deadline.seconds:g} s"
+            )
+        port.wait(_never, Deadline(look_s))
+        look_s = min(2 * look_s, _LONGEST_LOOK_S)
+
+
+def _never() -> bool:
+    return False
+
+
+class HostLane(Lane):
+    """Host memory: whatever was called is done.
+
+    Args:
+        take: lends buffers.
+    """
+
+    device = torch.device("cpu")
+    handle = 0
+    _entered = nullcontext()
+
+    def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
+        self._take = take
+
+    def callers_moment(self) -> None:
+        """Everything is done."""
+
+    def moment(self) -> None:
+        """Everything is done."""
+
+    def entered(self, after: Moment | None = None) -> AbstractContextManager[None]:
+        """Nothing to enter."""
+        del after
+        return self._entered
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """From the pool."""
+        return self._take(size_bytes)
+
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        """From the pool."""
+        return self._take(size_bytes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy at once."""
+        target.copy_(source)
+
+    def kept(self, payload: torch.Tensor) -> torch.Tensor:
+        """A copy in a buffer from the pool."""
+        return self._take(payload.numel()).copy_(payload)
+
+    def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
+        """It is there."""
+
+
+class CudaMoment(Moment):
+    """An event that has been recorded.
+
+    Args:
+        event: the event.
+    """
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    @property
+    def reached(self) -> bool:
+        """As CUDA says."""
+        return bool(self.event.query())
+
+
+class CudaLane(Lane):
+    """A CUDA stream on the device that is current where this is made. No GPU has run it yet."""
+
+    def __init__(self) -> None:
+        self.device = device_here("cuda")
+        self._stream = torch.cuda.Stream(self.device)
+        self.handle = self._stream.cuda_stream
+
+    def callers_moment(self) -> Moment:
+        """An event on the thread's current stream."""
+        return self._mark(torch.cuda.current_stream(self.device))
+
+    def moment(self) -> Moment:
+        """An event on this stream."""
+        return self._mark(self._stream)
+
+    @staticmethod
+    def _mark(stream: torch.cuda.Stream) -> CudaMoment:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return CudaMoment(event)
+
+    @contextmanager
+    def entered(self, after: Moment | None = None) -> Iterator[None]:
+        """As `torch.cuda.stream`; it sets the thread's device as well."""
+        with torch.cuda.stream(self._stream):
+            if isinstance(after, CudaMoment):
+                self._stream.wait_event(after.event)
+            yield
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """From torch's allocator, which keeps it for this stream."""
+        with torch.cuda.stream(self._stream):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        """Pinned, from torch's pool of such memory."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Does not wait for the host: one of the two is pinned, or both are on the device."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def kept(self, payload: torch.Tensor) -> torch.Tensor:
+        """A clone; it is kept until the transport has read it."""
+        return payload.clone()
+
+    def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
+        """By an event; and torch's allocator learns that the memory is used there as well."""
+        stream = torch.cuda.current_stream(self.device)
+        if isinstance(moment, CudaMoment):
+            stream.wait_event(moment.event)
+        payload.record_stream(stream)
