@@ -1,26 +1,36 @@
-"""OpenMPI between two processes of this machine, by the same rules as ``stagelink bench``.
+"""OpenMPI, shm and a copy in one thread between two processes of this machine, in one run.
 
-Blocking Send and Recv one way, Isend and Irecv into buffers that are used again in a stream.
+By the rules of ``stagelink bench``: each round measures all of them in turn. OpenMPI has blocking
+Send and Recv one way, else Isend and Irecv into buffers that are used again; shm is measured by a
+link alone and by a handler's sessions; copies are torch's and the C library's. Times are medians,
+microseconds a message; a ratio is below 1 where shm took less than OpenMPI.
+
+In ``one_way_read`` whoever receives reads the message before it answers: what is in shared memory
+has to come to its core then, where what OpenMPI has just copied may still be.
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from measuring import record
 
-from stagelink.bench import SIZES_BYTES, Job
+from stagelink.bench import SIZES_BYTES, Job, Record
 from stagelink.bench.pipes import buffers_of
-from stagelink.bench.ranks import pin, records_of, rounds
-from stagelink.bench.raw import PostedPipe
-from stagelink.bench.records import Subject
+from stagelink.bench.ranks import pin, pipes_of, records_of, rounds
+from stagelink.bench.raw import COPIERS, PostedPipe
+from stagelink.bench.records import ONE_WAY_READ, Subject
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+MEASURED = ("one_way", ONE_WAY_READ, "stream", "duplex")
+LAYERS = ("link", "handler", "handler-copy")
 
 
 class MpiPipe(PostedPipe):
@@ -57,25 +67,53 @@ class MpiPipe(PostedPipe):
         posted.Wait()
 
 
-def rank(job: Job) -> None:
-    """What each of the two runs; rank 0 keeps the records."""
+def memmove(target: torch.Tensor, source: torch.Tensor) -> None:
+    """By the C library, as shm copies."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def rank(job: Job, store: str) -> None:
+    """What each of the two runs; rank 0 keeps the figures."""
     from mpi4py import MPI  # noqa: PLC0415 - to import it starts MPI
 
     torch.set_num_threads(1)
     world = MPI.COMM_WORLD
-    pin(world.Get_rank())
-    found = list(rounds(job, [MpiPipe(world)], world.Get_rank(), world.Barrier))
-    both = world.gather(found)
+    here = world.Get_rank()
+    pin(here)
+    copiers = {**COPIERS, Subject("memmove", "raw"): memmove}
+    with pipes_of("shm", here, store, world.Barrier) as ours:
+        pipes = [MpiPipe(world), *ours]
+        both = world.gather(list(rounds(job, pipes, here, world.Barrier, copiers)))
     if both is not None:
-        record("mpi_link", [asdict(one) for one in records_of(*both)])
+        record("mpi_link", list(rows(records_of(*both))))
+
+
+def rows(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
+    """A row for each kind and size: what each took, and shm's times as multiples of OpenMPI's."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for each in records:
+        name = each.layer if each.transport == "shm" else each.transport
+        found.setdefault((each.kind, each.payload_bytes), {})[name] = each.median_us
+    for (kind, size), times in sorted(found.items(), key=lambda item: MEASURED.index(item[0][0])):
+        ratios = {f"{layer}/openmpi": times[layer] / times["openmpi"] for layer in LAYERS}
+        yield {"kind": kind, "payload_bytes": size, **times, **ratios}
 
 
 def main() -> None:
-    """Start both."""
-    if "--rank" in sys.argv:
-        rank(Job((), SIZES_BYTES, rounds=9, progress=True))
+    """Start both, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--size", type=int, action="append", help="bytes; may be given repeatedly")
+    parser.add_argument("--store", help=argparse.SUPPRESS)  # given to those whom mpirun starts
+    chosen = parser.parse_args()
+    if chosen.store is None:
+        with TemporaryDirectory() as folder:
+            command = [sys.executable, *sys.argv, f"--store=file://{folder}/store"]
+            subprocess.run([*MPIRUN, *command], check=True)
         return
-    subprocess.run([*MPIRUN, sys.executable, __file__, "--rank"], check=True)
+    sizes = chosen.size or SIZES_BYTES
+    job = Job((), sizes, chosen.rounds, progress=True, kinds=MEASURED, copied=MEASURED)
+    rank(job, chosen.store)
 
 
 if __name__ == "__main__":
