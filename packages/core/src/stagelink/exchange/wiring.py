@@ -88,7 +88,7 @@ class _Port:
     def fail(self, error: BaseException) -> None:
         failure = TransportError(f"{self.link}: {type(error).__name__}: {error}")
         failure.__cause__ = error
-        self._wiring.plane.fail(failure)
+        self._wiring.plane.blame(failure)
 
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         def look() -> bool:

@@ -93,7 +93,10 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Yes, or no with the reason; true where it is yes."""
+    """Yes, or no with the reason; true where it is yes.
+
+    A yes of `Transport.probe` may have a reason as well: what ``stagelink doctor`` should tell.
+    """
 
     ok: bool
     reason: str = ""
@@ -254,7 +257,11 @@ class Port(Protocol):
         """
 
     def fail(self, error: BaseException) -> None:
-        """Report a failure found outside ``begin`` and ``finish``; it fails the whole handler."""
+        """Report a failure found outside ``begin`` and ``finish``; it fails the whole handler.
+
+        A peer's death that becomes known within half a second explains it instead; so long it may
+        block, except on the reading thread.
+        """
 
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         """Block until ``ready()`` is true; False when the deadline passed first.
@@ -279,8 +286,9 @@ class Port(Protocol):
     def store(self) -> Store:
         """A store client that no other thread uses, under a prefix of this pair and transport.
 
-        Both links of the pair, and both ends, see the same keys. Only during ``open_sender`` and
-        ``open_receiver``; its calls may block.
+        Both links of the pair, and both ends, see the same keys. To be asked for only during
+        ``open_sender`` and ``open_receiver``, and of use until the end is closed; its calls may
+        block.
         """
 
     def buffer(self, size_bytes: int) -> torch.Tensor:

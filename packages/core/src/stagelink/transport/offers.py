@@ -38,7 +38,7 @@ class Offer:
 
     Attributes:
         state: whether it can use it.
-        reason: the whole text of why not; ``""`` where it can.
+        reason: the whole text of why not; where it can, what is worth knowing, or ``""``.
         capabilities: as the transport declares them on that rank; None where it was not loaded.
         description: what `Transport.describe` said there.
     """
@@ -151,7 +151,7 @@ def _offer(
     transport = _call(provider, "its constructor", cls, options)
     description = _call(provider, "describe", _description, transport)
     transports[cls.name] = transport
-    return Offer("usable", "", cls.capabilities, description)
+    return Offer("usable", verdict.reason, cls.capabilities, description)
 
 
 def _description(transport: Transport) -> dict[str, Any]:

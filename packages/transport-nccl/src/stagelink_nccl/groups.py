@@ -1,0 +1,151 @@
+"""Groups of two ranks by NCCL: one for each direction of a pair, made with its first operation.
+
+No GPU has run this module yet.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from stagelink.transport.contract import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stagelink.transport.contract import Deadline, Port
+    from stagelink_nccl.transport import NcclOptions
+
+__all__ = ["Group", "Groups", "NcclGroups", "PairGroup", "Work"]
+
+_NEVER = timedelta(days=365)
+"""Deadlines are the transport's own: NCCL's watchdog ends the process where one passes."""
+
+_MULTI_RANK_SINCE = (2, 30, 0)
+_MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+class Work(Protocol):
+    """One operation under way, as torch has it."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done or has failed; never blocks."""
+
+    def wait(self) -> object:
+        """Once it is completed: raise what went wrong."""
+
+
+class Group(ABC):
+    """Two ranks, and operations from the first to the second. Used by the issuing thread only."""
+
+    @abstractmethod
+    def start(self, buffer: torch.Tensor) -> Work:
+        """Queue one operation: the first rank's buffer into the second's; both of one size."""
+
+    @abstractmethod
+    def close(self, *, broken: bool) -> None:
+        """Give it back.
+
+        Args:
+            broken: an operation may be under way whose other rank never comes.
+        """
+
+
+class Groups(ABC):
+    """Where groups come from. What the tests put in its place runs without a GPU."""
+
+    @abstractmethod
+    def probe(self) -> Verdict:
+        """Whether there can be any in this process."""
+
+    @abstractmethod
+    def describe(self) -> Mapping[str, Any]:
+        """What the other rank must know: ``version``, and the device's ``uuid``.
+
+        ``shares_device`` is true where two ranks may be on one device.
+        """
+
+    @abstractmethod
+    def connect(self, port: Port, options: NcclOptions, deadline: Deadline) -> Group:
+        """The group of a link, of which this is one end; may block until the other comes."""
+
+
+class PairGroup(Group):
+    """A group of two by one of torch's backends.
+
+    Args:
+        backend: of two ranks, the sender is 0.
+        sends: whether this is the sender.
+        options: broadcast, or send and receive.
+    """
+
+    def __init__(self, backend: Any, options: NcclOptions, *, sends: bool) -> None:
+        self._backend = backend
+        self._sends = sends
+        self._broadcasts = options.operation == "broadcast"
+
+    def start(self, buffer: torch.Tensor) -> Work:
+        """See `Group.start`."""
+        work: Work
+        if self._broadcasts:
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            options.asyncOp = True  # else it would be put on the current stream itself
+            work = self._backend.broadcast([buffer], options)
+        elif self._sends:
+            work = self._backend.send([buffer], 1, 0)
+        else:
+            work = self._backend.recv([buffer], 0, 0)
+        return work
+
+    def close(self, *, broken: bool) -> None:
+        """Abort the communicator where it may be stuck; its other rank does the same."""
+        if broken:
+            self._backend.abort()
+        else:
+            self._backend.shutdown()
+
+
+class NcclGroups(Groups):
+    """Groups by NCCL, on the current device."""
+
+    def probe(self) -> Verdict:
+        """Whether torch has NCCL and there is a GPU."""
+        if not dist.is_available() or not dist.is_nccl_available():
+            return Verdict(False, "this build of torch has no NCCL")
+        if not torch.cuda.is_available():
+            return Verdict(False, "no CUDA device, or no driver for it")
+        return Verdict(
+            True,
+            "where the program uses NCCL itself as well, set NCCL_LAUNCH_ORDER_IMPLICIT=1",
+        )
+
+    def describe(self) -> Mapping[str, Any]:
+        """Version of NCCL, and which GPU."""
+        device = torch.cuda.current_device()
+        version = tuple(torch.cuda.nccl.version())
+        shares = version >= _MULTI_RANK_SINCE and os.environ.get(_MULTI_RANK_VARIABLE) == "1"
+        return {
+            "version": list(version),
+            "uuid": str(torch.cuda.get_device_properties(device).uuid),
+            "shares_device": shares,
+        }
+
+    def connect(self, port: Port, options: NcclOptions, deadline: Deadline) -> Group:
+        """Needs no peer: NCCL connects with the first operation."""
+        del deadline
+        nccl: Any = dist.ProcessGroupNCCL
+        given = nccl.Options()
+        given._timeout = _NEVER
+        if options.min_ctas:
+            given.config.min_ctas = options.min_ctas
+        if options.max_ctas:
+            given.config.max_ctas = options.max_ctas
+        sends = port.rank == port.link.source
+        store = dist.PrefixStore(f"from {port.link.source}", port.store())
+        return PairGroup(nccl(store, int(not sends), 2, given), options, sends=sends)

@@ -1,0 +1,148 @@
+"""The one thread of a process that calls NCCL.
+
+NCCL forbids operations on one device from several threads, also where they belong to different
+communicators. Everybody else only says what is to be done; and this thread does one thing at a
+time, while both ranks of it hold their slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from stagelink_nccl.slot import IssueSlot, SlotUser
+
+if TYPE_CHECKING:
+    from stagelink.transport.contract import Deadline
+
+__all__ = ["Issuer", "Task"]
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE_S = 20e-6
+_LONGEST_PAUSE_S = 1e-3
+
+_only_one = threading.Lock()
+
+
+class Task(SlotUser):
+    """One end of a link as the issuing thread sees it."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+
+    def run(self) -> None:
+        """Have the issuing thread do the oldest operation."""
+        self._issuer.wake(self)
+
+    @abstractmethod
+    def issue(self) -> None:
+        """Do the oldest operation, to its end; on the issuing thread, never raises."""
+
+    @abstractmethod
+    def dispose(self, *, broken: bool) -> None:
+        """Give the group back; on the issuing thread, never raises.
+
+        Args:
+            broken: an operation may be under way whose other rank never comes.
+        """
+
+
+class Issuer:
+    """The issuing thread of one handler; it starts with the first link.
+
+    Attributes:
+        ended: whether it issues nothing any more.
+
+    Raises:
+        RuntimeError: from `add`, where another handler of this process has such a thread.
+    """
+
+    def __init__(self) -> None:
+        self._work = threading.Condition()
+        self._slot = IssueSlot()
+        self._next: Task | None = None
+        self._tasks: list[Task] = []
+        self._thread: threading.Thread | None = None
+        self.ended = False
+        self._broken = False
+
+    def add(self, task: Task) -> None:
+        """A link is open."""
+        with self._work:
+            if self._thread is None:
+                if not _only_one.acquire(blocking=False):
+                    raise RuntimeError(
+                        "another handler of this process uses nccl, and NCCL wants one thread; "
+                        "close that handler first"
+                    )
+                self._thread = threading.Thread(
+                    target=self._run, name="stagelink-nccl-issue", daemon=True
+                )
+                self._thread.start()
+            self._tasks.append(task)
+
+    @contextmanager
+    def slot(self) -> Iterator[IssueSlot]:
+        """This process's slot, for one call of it."""
+        with self._work:
+            yield self._slot
+
+    def wake(self, task: Task) -> None:
+        """Both slots are held for a link; called with `slot`."""
+        self._next = task
+        self._work.notify()
+
+    def looks(self) -> Iterator[None]:
+        """When to look whether an operation is done: often at first; no more once this ends."""
+        pause_s = _SHORTEST_PAUSE_S
+        while not self.ended:
+            yield
+            with self._work:
+                self._work.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def abort(self) -> None:
+        """The handler failed: no operation begins any more, and the groups are broken."""
+        with self._work:
+            self._broken = True
+            self._end()
+
+    def close(self, deadline: Deadline) -> None:
+        """End the thread, which gives the groups back, by the deadline."""
+        with self._work:
+            self._end()
+            thread = self._thread
+        if thread is None:
+            return
+        thread.join(min(deadline.remaining_s, threading.TIMEOUT_MAX))
+        if thread.is_alive():
+            logger.warning("the issuing thread is still in NCCL; it is left there")
+
+    def _end(self) -> None:
+        self.ended = True
+        self._slot.stop()
+        self._work.notify()
+
+    def _run(self) -> None:
+        try:
+            while (task := self._take()) is not None:
+                task.issue()
+                with self._work:
+                    self._slot.done(task)
+            for task in self._tasks:
+                task.dispose(broken=self._broken)
+            self._tasks.clear()
+        finally:
+            _only_one.release()
+
+    def _take(self) -> Task | None:
+        with self._work:
+            while self._next is None and not self.ended:
+                self._work.wait()
+            task, self._next = self._next, None
+            return None if self.ended else task

@@ -1,0 +1,115 @@
+"""The transport's class: whether NCCL can be used here, and between which ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stagelink.transport.contract import API_VERSION, Capabilities, Transport, Verdict
+from stagelink_nccl.groups import NcclGroups
+from stagelink_nccl.issuer import Issuer
+from stagelink_nccl.link import NcclReceiver, NcclSender
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stagelink.transport.contract import Deadline, Link, Place, Port, Receiver, Sender
+    from stagelink_nccl.groups import Groups
+
+__all__ = ["Nccl", "NcclOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class NcclOptions:
+    """Options in ``[transports.nccl]``; both ends of a link must have the same.
+
+    Attributes:
+        operation: what moves a message.
+        min_ctas: the fewest blocks of threads that NCCL may use for one; 0: as NCCL likes.
+        max_ctas: the most; 0: as NCCL likes.
+        eager: connect as soon as both ends of a link are open, and not with its first message.
+
+    Raises:
+        ValueError: the limits contradict each other.
+    """
+
+    operation: Literal["broadcast", "send_recv"] = "broadcast"
+    min_ctas: int = 0
+    max_ctas: int = 0
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.min_ctas, self.max_ctas) < 0:
+            raise ValueError("min_ctas and max_ctas are numbers of blocks, or 0 for NCCL's own")
+        if self.max_ctas and self.min_ctas > self.max_ctas:
+            raise ValueError(f"min_ctas = {self.min_ctas} is above max_ctas = {self.max_ctas}")
+
+
+class Nccl(Transport):
+    """CUDA tensors within a server, by NCCL in groups of two.
+
+    Run over gloo on CPU tensors, in place of NCCL; no GPU has run it yet.
+    """
+
+    name: ClassVar[str] = "nccl"
+    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=frozenset({"cuda"}),
+        auto_rank=32,
+        same_server=True,
+        distinct_processes=True,
+        in_flight=4,
+        caller_thread=True,
+    )
+    Options: ClassVar[type[Any]] = NcclOptions
+    groups: ClassVar[Groups] = NcclGroups()
+    """What does the work; a test puts another in its place."""
+
+    def __init__(self, options: NcclOptions) -> None:
+        super().__init__(options)
+        self._issuer = Issuer()
+
+    @classmethod
+    def probe(cls, options: NcclOptions) -> Verdict:
+        """Usable where torch has NCCL and there is a GPU."""
+        del options
+        return cls.groups.probe()
+
+    def describe(self) -> Mapping[str, Any]:
+        """The device, NCCL's version, and the options."""
+        return {**self.groups.describe(), "options": asdict(self.options)}
+
+    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+        """Two GPUs, one NCCL and one set of options."""
+        del link
+        mine, theirs = local.description, remote.description
+        for what in ("options", "version"):
+            if mine.get(what) != theirs.get(what):
+                return Verdict(
+                    False, f"the ranks differ in {what}: {mine.get(what)}, {theirs.get(what)}"
+                )
+        return self._two_devices(mine, theirs)
+
+    @staticmethod
+    def _two_devices(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Verdict:
+        if mine.get("uuid") != theirs.get("uuid") or mine.get("shares_device"):
+            return Verdict(True)
+        return Verdict(
+            False, f"both ranks are on one GPU ({mine.get('uuid')}), and NCCL wants one each"
+        )
+
+    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
+        """Open the sending end."""
+        del link
+        group = self.groups.connect(port, self.options, deadline)
+        return NcclSender(port, group, self._issuer, eager=self.options.eager)
+
+    def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
+        """Open the receiving end."""
+        del link
+        group = self.groups.connect(port, self.options, deadline)
+        return NcclReceiver(port, group, self._issuer, eager=self.options.eager)
+
+    def close(self, deadline: Deadline) -> None:
+        """End the issuing thread, which gives the groups back."""
+        self._issuer.close(deadline)
