@@ -53,7 +53,7 @@ def test_the_hook_returns_the_class() -> None:
 
 def test_what_it_says_of_itself() -> None:
     assert Gloo.name == "gloo"
-    assert Gloo.capabilities.devices == {"cpu"}
+    assert Gloo.capabilities.devices == {"cpu", "cuda"}
     assert Gloo.capabilities.in_flight == 4
     assert not Gloo.capabilities.caller_thread
     assert not Gloo.capabilities.copies_on_begin

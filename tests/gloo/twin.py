@@ -91,6 +91,9 @@ class TwinPort:
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         return self.twin.wait(ready, deadline)
 
+    def pause(self, seconds: float) -> None:
+        raise AssertionError("there is no device to wait for")
+
     def wake(self) -> None:
         self.twin.wake()
 

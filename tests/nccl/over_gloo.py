@@ -90,6 +90,7 @@ class _Waited:
 class NcclOverGloo(Nccl):
     """The transport itself; only what does the work is another."""
 
+    name = "nccl-over-gloo"
     capabilities: ClassVar[Capabilities] = dataclasses.replace(
         Nccl.capabilities, devices=frozenset({"cpu"})
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stagelink import Handler
     from tests.support.pipelines import Document
 
-NCCL = Wire("nccl", processes=True)
+NCCL = Wire(NcclOverGloo.name, processes=True)
 
 _MICROBATCHES = 8
 _ELEMENTS = 2000

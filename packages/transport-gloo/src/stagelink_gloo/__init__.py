@@ -1,4 +1,4 @@
-"""CPU tensors between processes, on one server or on several, by the Gloo inside PyTorch."""
+"""Tensors between processes, on one server or on several, by the Gloo inside PyTorch."""
 
 from __future__ import annotations
 

@@ -51,9 +51,15 @@ class GlooSender(Sender):
         """
         # First, so that the receiver gets ready meanwhile: gloo's own thread may hold us up.
         announce()
-        if not message.header.payload_bytes:
-            return FINISHED
-        payload = self._pair.send(message.payload, _PAYLOAD_TAG, self._doing)
+        return self.send(message.payload) if message.header.payload_bytes else FINISHED
+
+    def send(self, buffer: torch.Tensor) -> Pending:
+        """Hand a message's bytes to gloo; the pending can be finished when the receipt is in.
+
+        Raises:
+            RuntimeError: the connection is closed.
+        """
+        payload = self._pair.send(buffer, _PAYLOAD_TAG, self._doing)
         trailer = self._pair.send(self._trailer, _TRAILER_TAG, self._doing)
         return _Sent(payload, trailer)
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 
 from stagelink.transport.contract import API_VERSION, Capabilities, Transport, Verdict
+from stagelink.transport.lanes import HostLane
 from stagelink_gloo.link import GlooReceiver, GlooSender
 from stagelink_gloo.pair import Pair, connect
+from stagelink_gloo.staged import StagedReceiver, StagedSender
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Deadline, Link, Port, Receiver, Sender
@@ -31,15 +33,16 @@ class GlooOptions:
 
 
 class Gloo(Transport):
-    """CPU tensors over TCP, by a process group of its own for each pair of ranks.
+    """Tensors over TCP, by a process group of its own for each pair of ranks.
 
-    The default process group is neither used nor needed.
+    The default process group is neither used nor needed. CUDA tensors go by way of pinned memory;
+    that has been run on a double, and on no GPU yet.
     """
 
     name: ClassVar[str] = "gloo"
     api_version: ClassVar[tuple[int, int]] = API_VERSION
     capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=frozenset({"cpu"}), auto_rank=10, in_flight=4
+        devices=frozenset({"cpu", "cuda"}), auto_rank=10, in_flight=4
     )
     Options: ClassVar[type[Any]] = GlooOptions
 
@@ -66,12 +69,14 @@ class Gloo(Transport):
             ConnectionError: it came, and could not be reached.
         """
         del link
-        return GlooSender(self._pair(port, deadline), port)
+        pair = self._pair(port, deadline)
+        return GlooSender(pair, port) if _on_host(port) else StagedSender(pair, port)
 
     def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
         """Open the receiving end; as `open_sender`."""
         del link
-        return GlooReceiver(self._pair(port, deadline), port)
+        pair = self._pair(port, deadline)
+        return GlooReceiver(pair, port) if _on_host(port) else StagedReceiver(pair, port)
 
     def _pair(self, port: Port, deadline: Deadline) -> Pair:
         # No lock: all that is opened for one peer is opened on one thread.
@@ -83,3 +88,7 @@ class Gloo(Transport):
         """Close the connections; both directions of a pair share one, so no link does it alone."""
         while self._pairs:
             self._pairs.popitem()[1].close(deadline)
+
+
+def _on_host(port: Port) -> bool:
+    return isinstance(port.lane, HostLane)

@@ -23,7 +23,7 @@ from stagelink.exchange.topology import routes_of
 from stagelink.exchange.ways import WayIn, WayOut
 from stagelink.exchange.window import Window
 from stagelink.transport.choice import Choice, choose
-from stagelink.transport.contract import Link
+from stagelink.transport.contract import Deadline, Link
 from stagelink.transport.events import LinkCounters
 from stagelink.transport.header import Direction, Header, MessageKind
 from stagelink.transport.lanes import HostLane
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from stagelink.plan import Edge, Plan
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.choice import Asker
-    from stagelink.transport.contract import Deadline, Transport
+    from stagelink.transport.contract import Transport
     from stagelink.transport.lanes import Lane
     from stagelink.transport.offers import End, Survey
 
@@ -98,6 +98,13 @@ class _Port:
             return self._wiring.plane.check_here(self.peer, f"an answer on {self.link}")
 
         return self._wiring.plane.wait_while_closing(look, deadline)
+
+    def pause(self, seconds: float) -> None:
+        def look() -> bool:
+            self._end.check_open()
+            return False
+
+        self._wiring.plane.wait_while_closing(look, Deadline(seconds))
 
     def wake(self) -> None:
         self._wiring.plane.changed()

@@ -273,6 +273,15 @@ class Port(Protocol):
             StagelinkError: the handler failed or was closed meanwhile.
         """
 
+    def pause(self, seconds: float) -> None:
+        """Block for a moment: for whoever looks again and again at what can tell nobody.
+
+        Unlike `Port.wait` it does not mind that the peer has closed.
+
+        Raises:
+            StagelinkError: the handler failed, or this end is being closed.
+        """
+
     def wake(self) -> None:
         """Have every `Port.wait` ask its condition again; returns at once."""
 

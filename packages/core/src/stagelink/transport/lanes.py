@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stagelink.transport.contract import Deadline
-
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from stagelink.transport.contract import Port
+    from stagelink.transport.contract import Deadline, Port
 
 __all__ = ["CudaLane", "HostLane", "Lane", "Moment", "device_here", "reach"]
 
@@ -107,12 +105,8 @@ def reach(moment: Moment | None, port: Port, deadline: Deadline) -> None:
             raise TimeoutError(
                 f"{port.link}: the device did not finish within {deadline.seconds:g} s"
             )
-        port.wait(_never, Deadline(look_s))
+        port.pause(look_s)
         look_s = min(2 * look_s, _LONGEST_LOOK_S)
-
-
-def _never() -> bool:
-    return False
 
 
 class HostLane(Lane):
