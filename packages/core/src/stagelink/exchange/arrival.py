@@ -37,6 +37,7 @@ class Arrival:
         key: what it is found by.
         peer: who sent it.
         link: the link that carries its payload; None when it came inline or has none.
+        buffer: where its receiver wants the payload, flat uint8 of its size; None: wherever.
         moment: when the payload is there, on a device with streams; else None.
         payload: its bytes once `settled`: flat uint8, or bytes where it came inline; None for a
             NONE or REFUSED message.
@@ -47,6 +48,7 @@ class Arrival:
 
     __slots__ = (
         "abandoned",
+        "buffer",
         "header",
         "key",
         "link",
@@ -62,6 +64,7 @@ class Arrival:
         self.key = Key(header.session, header.edge, header.direction, header.microbatch)
         self.peer = peer
         self.link: InLink | None = None
+        self.buffer: torch.Tensor | None = None
         self.moment: Moment | None = None
         self.payload: torch.Tensor | bytes | None = None
         self.settled = False

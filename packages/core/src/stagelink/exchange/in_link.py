@@ -146,8 +146,10 @@ class InLink(LinkEnd):
         header = arrival.header
 
         def accept() -> torch.Tensor:
-            arrival.payload = self.lane.buffer(header.payload_bytes)
-            return arrival.payload
+            wanted = arrival.buffer
+            payload = self.lane.buffer(header.payload_bytes) if wanted is None else wanted
+            arrival.payload = payload
+            return payload
 
         try:
             with self.lane.entered():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.exchange.arrival import Key
 
 if TYPE_CHECKING:
+    from stagelink.exchange.arrival import Arrival
     from stagelink.exchange.in_link import InLink
     from stagelink.exchange.out_link import OutLink
     from stagelink.exchange.window import Window
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from stagelink.transport.events import EventName, LinkCounters
     from stagelink.transport.header import Direction
 
-__all__ = ["Observe", "WayIn", "WayOut"]
+__all__ = ["Observe", "WayIn", "WayOut", "Ways"]
 
 Observe = Callable[["EventName", "Link", Key, int, float], None]
 """Tell observers: event, link, key, payload bytes, seconds."""
@@ -44,3 +45,18 @@ class WayIn:
     peer: int
     link: InLink
     counters: LinkCounters
+
+
+class Ways(NamedTuple):
+    """Where the links of a rank put themselves, and what they bring.
+
+    Attributes:
+        out: ways that begin here, by (edge index, direction, peer).
+        into: ways that end here, likewise.
+        settled: called with each arrival whose payload is complete, on the thread that finished
+            it.
+    """
+
+    out: dict[tuple[int, Direction, int], WayOut]
+    into: dict[tuple[int, Direction, int], WayIn]
+    settled: Callable[[Arrival], None]

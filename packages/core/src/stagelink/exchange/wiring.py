@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.exchange.link_end import LinkEnd
-    from stagelink.exchange.mail import Mail
+    from stagelink.exchange.ways import Ways
     from stagelink.plan import Edge, Plan
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.choice import Asker
@@ -127,7 +127,7 @@ class Wiring:
         plan: the plan.
         rank: this rank.
         plane: its control plane, whose peers have all been met before `agree`.
-        mail: gets the ways that messages take.
+        ways: gets those that messages take.
         pool: receive buffers.
         rendezvous: the job's store.
 
@@ -142,7 +142,7 @@ class Wiring:
         plan: Plan,
         rank: int,
         plane: Plane,
-        mail: Mail,
+        ways: Ways,
         pool: BufferPool,
         rendezvous: Rendezvous,
     ) -> None:
@@ -153,12 +153,13 @@ class Wiring:
         self.choices: dict[tuple[int, int, int], Choice] = {}
         self.counters: dict[Link, LinkCounters] = {}
         self._plan = plan
-        self._mail = mail
+        self._ways = ways
         self._windows: Counter[Link] = Counter()
         self._theirs: dict[int, dict[str, str]] = {}
         self._ends: dict[Link, LinkEnd] = {}
         self._numbered: dict[int, list[Link]] = {}
         self._openers: list[threading.Thread] = []
+        self._opening: set[int] = set()
         self._ready: set[int] = set()
         plane.handle(MessageKind.CHOSEN, self._on_chosen)
         plane.handle(MessageKind.NOTE, self._on_note)
@@ -232,8 +233,8 @@ class Wiring:
         """
         found: Counter[Link] = Counter()
         ways: tuple[WayOut | WayIn, ...] = (
-            *self._mail.out.ways.values(),
-            *self._mail.into.ways.values(),
+            *self._ways.out.values(),
+            *self._ways.into.values(),
         )
         for way in ways:
             found[way.link.link] += windows[way.edge.index]
@@ -249,15 +250,10 @@ class Wiring:
             TransportError: a transport could not open its end.
             ConnectError: the deadline passed.
         """
-        waiting = dict.fromkeys(self._numbered)
-        for peer, links in self._numbered.items():
-            opener = partial(self._open_pair, peer, links, transports, deadline, waiting)
-            name = f"stagelink-open-{self.rank}-{peer}"
-            thread = threading.Thread(target=opener, name=name, daemon=True)
-            self._openers.append(thread)
-            thread.start()
-        if not self.plane.wait(lambda: not waiting, deadline):
-            late = ", ".join(map(str, sorted(tuple(waiting))))
+        for peer in self._numbered:
+            self.open_pair(peer, transports, deadline)
+        if not self.plane.wait(lambda: not self._opening, deadline):
+            late = ", ".join(map(str, sorted(self._opening)))
             raise ConnectError(
                 f"rank {self.rank}: the links with rank {late} were not open within "
                 f"{deadline.seconds:g} s"
@@ -270,6 +266,18 @@ class Wiring:
                 f"rank {self.rank}: rank {late} had not opened its links within "
                 f"{deadline.seconds:g} s"
             )
+
+    def open_pair(
+        self, peer: int, transports: Mapping[str, Transport], deadline: Deadline
+    ) -> None:
+        """Begin to open the links with one peer, which does the same; returns at once."""
+        opener = partial(self._open_pair, peer, transports, deadline)
+        name = f"stagelink-open-{self.rank}-{peer}"
+        thread = threading.Thread(target=opener, name=name, daemon=True)
+        with self.plane.lock:
+            self._opening.add(peer)
+            self._openers.append(thread)
+        thread.start()
 
     def _on_ready(self, peer: int, frame: Frame) -> None:
         del frame
@@ -301,7 +309,7 @@ class Wiring:
                 link,
                 capabilities,
                 lane,
-                self._mail.into.on_settled,
+                self._ways.settled,
                 self.plane.changed,
                 self.plane.blame,
             )
@@ -327,20 +335,15 @@ class Wiring:
         key = (edge.index, direction, peer)
         if isinstance(end, OutLink):
             window = Window() if direction is Direction.FORWARD else None
-            self._mail.out.ways[key] = WayOut(edge, direction, peer, end, window, counters)
+            self._ways.out[key] = WayOut(edge, direction, peer, end, window, counters)
         elif isinstance(end, InLink):
-            self._mail.into.ways[key] = WayIn(edge, direction, peer, end, counters)
+            self._ways.into[key] = WayIn(edge, direction, peer, end, counters)
 
     def _open_pair(
-        self,
-        peer: int,
-        links: Sequence[Link],
-        transports: Mapping[str, Transport],
-        deadline: Deadline,
-        waiting: dict[int, None],
+        self, peer: int, transports: Mapping[str, Transport], deadline: Deadline
     ) -> None:
         try:
-            for number, link in enumerate(links):
+            for number, link in enumerate(self._numbered[peer]):
                 self._open_end(number, link, transports[link.transport], deadline)
         except StagelinkError as error:
             self.plane.blame(error)
@@ -352,7 +355,7 @@ class Wiring:
             failure.__cause__ = error
             self.plane.blame(failure)
         with self.plane.lock:
-            del waiting[peer]
+            self._opening.remove(peer)
         self.plane.changed()
 
     def _open_end(self, number: int, link: Link, transport: Transport, deadline: Deadline) -> None:

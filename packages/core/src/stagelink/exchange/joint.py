@@ -1,0 +1,189 @@
+"""One rank's place among the others: its plane, its links, and the store, joined and given back.
+
+What is sent over the links, and when, is for those who build on this.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from stagelink.control.meeting import Meeting
+from stagelink.control.plane import Plane
+from stagelink.errors import AbortedError, DisagreementError, StagelinkError
+from stagelink.exchange.link_end import give_back
+from stagelink.exchange.topology import neighbours
+from stagelink.exchange.watch import AbortWatch
+from stagelink.exchange.wiring import Wiring
+from stagelink.plan import differences
+from stagelink.transport.buffers import BufferPool
+from stagelink.transport.choice import asker
+from stagelink.transport.contract import Deadline
+from stagelink.transport.host import process_id, server_id
+from stagelink.transport.offers import End, Survey
+
+if TYPE_CHECKING:
+    from stagelink.control.rendezvous import Rendezvous
+    from stagelink.exchange.ways import Ways
+    from stagelink.plan import Plan
+    from stagelink.transport.contract import Link, Transport
+    from stagelink.transport.plugins import Plugins
+
+__all__ = ["Joint"]
+
+logger = logging.getLogger("stagelink")
+_MAX_FACTS_BYTES = 64 * 1024 * 1024
+_ABORT_KEY_S = 1.0
+
+
+class Joint:
+    """The parts of a rank that do not know what a message is.
+
+    Args:
+        plan: the plan.
+        rank: this rank.
+        plugins: the transports and observers.
+        rendezvous: the job's store.
+        hosts_store: whether this process must outlast the others for it.
+
+    Attributes:
+        plan, rank, rendezvous: as given.
+        plane: the control plane.
+        wiring: the links; there after `wire`.
+    """
+
+    wiring: Wiring
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        plugins: Plugins,
+        rendezvous: Rendezvous,
+        *,
+        hosts_store: bool,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.rendezvous = rendezvous
+        self._plugins = plugins
+        self._hosts_store = hosts_store
+        self._transports: Mapping[str, Transport] = {}
+        self._neighbours = neighbours(plan)
+        self.plane = Plane(rank)
+        self.plane.poller.spin_s = plan.control.spin_us * 1e-6
+        self._watch = AbortWatch(self.plane, rendezvous)
+
+    def wire(self, ways: Ways) -> None:
+        """Say where messages are to find their way; once, before `meet`."""
+        pool = BufferPool(self.plan.limits.pool_bytes)
+        self.wiring = Wiring(self.plan, self.rank, self.plane, ways, pool, self.rendezvous)
+
+    def meet(self, found: Survey, deadline: Deadline) -> None:
+        """Connect with every peer, and agree on transports; see `stagelink.connect`."""
+        self._transports = found.transports
+        me = End(self.rank, self._server(), process_id(), found.offers)
+        greeting = {
+            "facts": _pack_facts(self.plan),
+            "digest": self.plan.digest,
+            "end": me.to_json(),
+        }
+        meeting = Meeting(
+            self.plane,
+            self.rendezvous,
+            greeting,
+            self._judge,
+            me.server,
+            self.plan.control.interface,
+        )
+        self.plane.start()
+        meeting.meet(self._neighbours[self.rank], deadline)
+        ends = {peer: End.from_json(said["end"]) for peer, said in meeting.greetings.items()}
+        ends[self.rank] = me
+        self.wiring.agree(ends, found, asker(found, self._plugins.hooks, self.rank), deadline)
+
+    def _server(self) -> str:
+        index = self.plan.server_of(self.rank)
+        return server_id() if index is None else f"server {index}"
+
+    def _judge(self, peer: int, greeting: dict[str, Any]) -> None:
+        if greeting.get("digest") == self.plan.digest:
+            return
+        theirs = _unpack_facts(str(greeting.get("facts")))
+        found = differences(self.plan.facts(), theirs, f"rank {peer}")
+        raise DisagreementError(
+            f"rank {self.rank} and rank {peer} hold different plans: {'; '.join(found)}"
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Fail this rank and every other with the error's text; returns at once."""
+        failure = (
+            error
+            if isinstance(error, StagelinkError)
+            else AbortedError(f"rank {self.rank} failed: {type(error).__name__}: {error}")
+        )
+        if failure is not error:
+            failure.__cause__ = error
+        self.plane.fail(failure)
+
+    def close(self, deadline: Deadline) -> dict[Link, int]:
+        """Deliver what was sent, say goodbye and give everything back, by the deadline.
+
+        Returns:
+            How many messages could not be delivered, of the links that have some.
+        """
+        self.plane.start_closing()
+        self.let_go()
+        lost = self._drain(deadline)
+        with ExitStack() as steps:  # from the last to the first, also where one raises
+            steps.callback(self._tell_closed)
+            steps.callback(self._leave_store, deadline)
+            for name, transport in self._transports.items():
+                steps.callback(give_back, f"transport {name!r}", transport.close, deadline)
+            steps.callback(self.plane.close, deadline)
+            steps.callback(self.wiring.close, deadline)
+        return lost
+
+    def let_go(self) -> None:
+        """Nobody sends or asks for anything any more; called when closing begins."""
+
+    def abandon(self, error: BaseException) -> None:
+        """`fail` with an error that is about to be raised, and `close`; nothing else comes out."""
+        self.fail(error)
+        try:
+            self.close(Deadline(self.plan.limits.close_deadline_s))
+        except StagelinkError as another:
+            logger.warning("rank %d: while it closed after a failure: %s", self.rank, another)
+
+    def _leave_store(self, deadline: Deadline) -> None:
+        self._watch.finish(min(_ABORT_KEY_S, deadline.remaining_s))
+        self.rendezvous.leave()
+        if self._hosts_store:
+            # The dead never leave, and after a failure the others need nothing but the abort key.
+            failed = self.plane.failure is not None
+            self.rendezvous.wait_left(Deadline(_ABORT_KEY_S) if failed else deadline)
+
+    def _tell_closed(self) -> None:
+        for link, counters in self.wiring.counters.items():
+            self._plugins.hooks.link_closed(link, counters)
+
+    def _drain(self, deadline: Deadline) -> dict[Link, int]:
+        try:
+            return self.wiring.drain(deadline)
+        except StagelinkError:  # it failed meanwhile, which `close` reports if nobody has
+            return {}
+
+
+def _pack_facts(plan: Plan) -> str:
+    return b64encode(zlib.compress(json.dumps(plan.facts()).encode())).decode()
+
+
+def _unpack_facts(packed: str) -> dict[str, str]:
+    raw = zlib.decompressobj().decompress(b64decode(packed), _MAX_FACTS_BYTES)
+    facts: dict[str, str] = json.loads(raw)
+    return facts
