@@ -1,0 +1,24 @@
+"""A c10d backend: ``torch.distributed``'s send and receive over this library's links.
+
+Importing this registers the backend ``stagelink``; then
+
+::
+
+    import stagelink.interop.c10d
+    torch.distributed.init_process_group("cpu:stagelink")
+
+and a program that uses ``send``, ``recv``, ``isend``, ``irecv``, ``batch_isend_irecv`` or their
+forms for objects runs as it is, ``torch.distributed.pipelining`` for one. Collectives are handed
+to gloo, on CUDA tensors to nccl.
+
+What carries a pair of ranks is chosen by the usual rules, see `C10dOptions`.
+"""
+
+from __future__ import annotations
+
+from stagelink.interop.c10d.group import register
+from stagelink.interop.c10d.options import CONFIG_VARIABLE, C10dOptions
+
+__all__ = ["CONFIG_VARIABLE", "C10dOptions"]
+
+register()

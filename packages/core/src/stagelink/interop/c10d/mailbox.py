@@ -1,0 +1,134 @@
+"""Messages that are told apart by group, peer, tag and number; received asked for or not.
+
+Whoever asks first has the message received into its own tensor; what comes unasked waits here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from stagelink.exchange.arrival import Arrival
+from stagelink.transport.header import Direction, Header, MessageKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagelink.control.connection import Frame
+    from stagelink.control.plane import Plane
+    from stagelink.exchange.in_link import InLink
+
+__all__ = ["Address", "Claim", "Mailbox"]
+
+_WORD = 2**32
+
+
+class Address(NamedTuple):
+    """What a message is found by.
+
+    Attributes:
+        group: number of the group, the same on all its ranks; below 2 to the 64th.
+        peer: the other rank, by its place in the mesh.
+        tag: the caller's.
+        number: how many there were before between the two with that tag in that group.
+    """
+
+    group: int
+    peer: int
+    tag: int
+    number: int
+
+    def header(self, direction: Direction, like: Header) -> Header:
+        """The header of a message to this address, with dtype, size and flags as given."""
+        return like._replace(
+            kind=MessageKind.DATA,
+            direction=direction,
+            session=self.group // _WORD,
+            edge=self.group % _WORD,
+            microbatch=self.tag,
+            sequence=self.number,
+        )
+
+    @classmethod
+    def of(cls, peer: int, header: Header) -> Address:
+        """Where a message comes from."""
+        group = header.session * _WORD + header.edge
+        return cls(group, peer, header.microbatch, header.sequence)
+
+
+class Claim(Protocol):
+    """Somebody who has asked for a message."""
+
+    def buffer_for(self, header: Header) -> torch.Tensor | None:
+        """Where the payload is best put; None: wherever it comes to lie."""
+
+    def take(self, arrival: Arrival) -> None:
+        """The message is whole; called once, on whichever thread finished it; never raises."""
+
+
+class Mailbox:
+    """What was received and what is asked for.
+
+    Args:
+        plane: this rank's.
+        link_from: the link that a peer's messages come by, opened by asking for it.
+    """
+
+    def __init__(self, plane: Plane, link_from: Callable[[int], InLink]) -> None:
+        self._plane = plane
+        self._link_from = link_from
+        self._lock = threading.Lock()
+        self._claims: dict[Address, Claim] = {}
+        self._here: dict[Address, Arrival] = {}
+        self._claimed: dict[Arrival, Claim] = {}
+        plane.handle(MessageKind.DATA, self._on_message)
+
+    def _on_message(self, peer: int, frame: Frame) -> None:
+        arrival = Arrival(frame.header, peer)
+        address = Address.of(peer, frame.header)
+        with self._lock:
+            claim = self._claims.pop(address, None)
+            if claim is None:
+                self._here[address] = arrival
+            else:
+                arrival.buffer = claim.buffer_for(frame.header)
+                self._claimed[arrival] = claim
+        if frame.header.inline:
+            arrival.payload = frame.payload
+            self.on_settled(arrival)
+        else:
+            arrival.link = self._link_from(peer)
+            arrival.link.announced(arrival, frame.note, frame.fds)
+
+    def on_settled(self, arrival: Arrival) -> None:
+        """A message is whole; on whichever thread finished it."""
+        with self._lock:
+            arrival.settled = True
+            claim = self._claimed.pop(arrival, None)
+        if claim is not None:
+            claim.take(arrival)
+            self._plane.changed()
+
+    def put(self, address: Address, arrival: Arrival) -> None:
+        """A message of this rank to itself."""
+        with self._lock:
+            claim = self._claims.pop(address, None)
+            if claim is None:
+                arrival.settled = True
+                self._here[address] = arrival
+        if claim is not None:
+            claim.take(arrival)
+            self._plane.changed()
+
+    def ask(self, address: Address, claim: Claim) -> None:
+        """Have ``claim`` take the message, now or when it is whole."""
+        with self._lock:
+            arrival = self._here.pop(address, None)
+            settled = arrival is not None and arrival.settled
+            if arrival is None:
+                self._claims[address] = claim
+            elif not settled:
+                self._claimed[arrival] = claim
+        if arrival is not None and settled:
+            claim.take(arrival)

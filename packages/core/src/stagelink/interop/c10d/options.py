@@ -1,0 +1,86 @@
+"""What a c10d group's links are to be: the tables of a plan that speak of links, and nothing else.
+
+The ranks of the group are its stages, each named after its rank, with an edge between any two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stagelink.errors import PlanError
+from stagelink.plan import Plan
+from stagelink.plan.files import read_mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["CONFIG_VARIABLE", "C10dOptions"]
+
+CONFIG_VARIABLE = "STAGELINK_C10D_CONFIG"
+"""Environment variable with the path of the tables' file; without it the choice is ``auto``."""
+
+_TABLES = ("links", "transports", "control", "limits")
+
+
+@dataclass(frozen=True)
+class C10dOptions:
+    """Options for ``init_process_group(…, pg_options=…)``, the same on every rank.
+
+    Attributes:
+        tables: ``links``, ``transports``, ``control`` and ``limits``, as in a plan's file; rules
+            may go by ``from_rank``, ``to_rank``, ``same_server`` and ``device``.
+    """
+
+    tables: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path) -> C10dOptions:
+        """Read the tables from a TOML file.
+
+        Raises:
+            PlanError: it cannot be read.
+        """
+        return cls(read_mapping(path))
+
+    @classmethod
+    def from_environment(cls) -> C10dOptions:
+        """Those that `CONFIG_VARIABLE` names, or none.
+
+        Raises:
+            PlanError: the file cannot be read.
+        """
+        path = os.environ.get(CONFIG_VARIABLE)
+        return cls.load(path) if path else cls()
+
+    def plan(self, ranks: Sequence[int], device: str) -> Plan:
+        """A plan of which the group's ranks are the stages, with an edge between any two.
+
+        Args:
+            ranks: what the group's ranks are called, by their places in the group.
+            device: kind of device of the tensors.
+
+        Raises:
+            PlanError: a table is none of those, or wrong.
+        """
+        unknown = sorted(set(self.tables) - set(_TABLES))
+        if unknown:
+            raise PlanError(
+                f"c10d options: {', '.join(unknown)}: only the tables {', '.join(_TABLES)} have a "
+                "meaning here"
+            )
+        names = [f"rank {rank}" for rank in ranks]
+        stages = [
+            {"name": name, "ranks": [place], "device": device} for place, name in enumerate(names)
+        ]
+        tensors = [
+            {"name": name, "from": name, "to": names[place + 1 :]}
+            for place, name in enumerate(names[:-1])
+        ]
+        pipeline = {"name": f"c10d-{device}", "schedule": "1f1b", "microbatches": 1}
+        return Plan.from_dict(
+            {"pipeline": pipeline, "stages": stages, "tensors": tensors, **self.tables}
+        )

@@ -1,0 +1,247 @@
+"""The line of stages, put together from what each rank knows: its neighbours and its tensors.
+
+PipeDream's runtime tells the handler of a rank only what it sends and receives itself. The ranks
+exchange that, and what they say must fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from stagelink.errors import PlanError
+
+__all__ = ["ACK", "Account", "Line", "Passed"]
+
+ACK = "ack"
+"""Name of what is sent back for each minibatch in evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one rank says of itself.
+
+    Attributes:
+        rank: its rank.
+        replica: its place in its stage.
+        replicas: how many ranks its stage has.
+        previous: ranks of the stage before, by replica.
+        following: ranks of the stage after, by replica.
+        receives: ranks of the producing stage by tensor; without targets.
+        sends: ranks of the consuming stage by tensor; without targets.
+        targets: names of the tensors that go from every stage to the next, without gradient.
+        acks: whether evaluation sends acks.
+        device: kind of device that its tensors are on.
+    """
+
+    rank: int
+    replica: int
+    replicas: int
+    previous: tuple[int, ...]
+    following: tuple[int, ...]
+    receives: Mapping[str, tuple[int, ...]]
+    sends: Mapping[str, tuple[int, ...]]
+    targets: tuple[str, ...]
+    acks: bool
+    device: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As `from_json` takes it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Account:
+        """What another rank's `to_json` gave, after JSON."""
+        maps = {
+            key: {name: tuple(ranks) for name, ranks in found[key].items()}
+            for key in ("receives", "sends")
+        }
+        lists = {key: tuple(found[key]) for key in ("previous", "following", "targets")}
+        return cls(**{**found, **maps, **lists})
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A tensor on its way from one stage to a later one.
+
+    Attributes:
+        name: as the caller has it.
+        source: index of the stage that sends it.
+        target: index of the stage that receives it.
+        answered: whether the receiver sends something back for each: a gradient, the tensor itself
+            where it needs none, or an ack.
+    """
+
+    name: str
+    source: int
+    target: int
+    answered: bool
+
+
+@dataclass(frozen=True)
+class Line:
+    """The pipeline as a whole, the same on every rank.
+
+    Attributes:
+        stages: the ranks of each stage, by replica.
+        devices: kind of device by rank.
+        passed: what is sent, in no order that means anything.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    devices: tuple[str, ...]
+    passed: tuple[Passed, ...]
+
+    @classmethod
+    def of(cls, accounts: Sequence[Account]) -> Line:
+        """Put the ranks' accounts together.
+
+        Args:
+            accounts: of all ranks, by rank.
+
+        Raises:
+            PlanError: they contradict each other; the text names the rank and what it says.
+        """
+        stages = _stages(accounts)
+        places = {rank: place for place, ranks in enumerate(stages) for rank in ranks}
+        for account in accounts:
+            _check_neighbours(account, stages, places)
+            _check_like_first(account, accounts[stages[places[account.rank]][0]])
+            _check_alike(account, accounts[0])
+        first = [accounts[ranks[0]] for ranks in stages]
+        passed = [*_activations(first, stages)]
+        for source, target in pairwise(range(len(stages))):
+            passed += [Passed(name, source, target, False) for name in first[0].targets]
+            passed += [Passed(ACK, source, target, True)] * first[0].acks
+        return cls(stages, tuple(account.device for account in accounts), tuple(passed))
+
+    @cached_property
+    def places(self) -> Mapping[int, tuple[int, int]]:
+        """Stage and replica of each rank."""
+        return {
+            rank: (stage, replica)
+            for stage, ranks in enumerate(self.stages)
+            for replica, rank in enumerate(ranks)
+        }
+
+
+def _stages(accounts: Sequence[Account]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage: the first are those that nobody is before, and so on."""
+    first = sorted((a for a in accounts if not a.previous), key=lambda a: (a.replica, a.rank))
+    if not first:
+        raise PlanError("no rank says that it is of the first stage: all have a previous stage")
+    stages = [tuple(account.rank for account in first)]
+    seen = set(stages[0])
+    while following := accounts[stages[-1][0]].following:
+        unknown = [rank for rank in following if not 0 <= rank < len(accounts)]
+        again = seen.intersection(following) or len(set(following)) < len(following)
+        if unknown or again:
+            raise PlanError(
+                f"rank {stages[-1][0]} has ranks_in_next_stage {list(following)}: "
+                + (f"there is no rank {unknown[0]}" if unknown else "a rank holds one place")
+            )
+        stages.append(following)
+        seen.update(following)
+    missing = sorted(set(range(len(accounts))) - seen)
+    if missing:
+        raise PlanError(
+            f"rank {missing[0]} is in no stage that is reached from the first; the stages are "
+            f"{[list(ranks) for ranks in stages]}"
+        )
+    return tuple(stages)
+
+
+def _check_neighbours(
+    account: Account, stages: Sequence[tuple[int, ...]], places: Mapping[int, int]
+) -> None:
+    """What a rank says of its place must be what follows from all."""
+    stage = places[account.rank]
+    own = stages[stage]
+    said = {
+        "ranks_in_previous_stage": (account.previous, stages[stage - 1] if stage else ()),
+        "ranks_in_next_stage": (account.following, (*stages, ())[stage + 1]),
+        "rank_in_stage": (account.replica, own.index(account.rank)),
+        "num_ranks_in_stage": (account.replicas, len(own)),
+    }
+    for what, (says, follows) in said.items():
+        if says != follows:
+            raise PlanError(
+                f"rank {account.rank} has {what} {_shown(says)}; the others' maps say "
+                f"{_shown(follows)}"
+            )
+
+
+def _check_like_first(account: Account, first: Account) -> None:
+    """The replicas of a stage send and receive the same."""
+    for what in ("receives", "sends"):
+        one, other = getattr(account, what), getattr(first, what)
+        for name in sorted(one.keys() | other.keys()):
+            if one.get(name) != other.get(name):
+                raise PlanError(
+                    f"rank {account.rank} and rank {first.rank} are replicas of one stage, but "
+                    f"for {name!r} {what[:-1]}_ranks differ: {_shown(one.get(name))} and "
+                    f"{_shown(other.get(name))}"
+                )
+
+
+def _check_alike(account: Account, first: Account) -> None:
+    """Targets and acks pass through all stages."""
+    if account.targets != first.targets:
+        raise PlanError(
+            f"rank {account.rank} has target_tensor_names {_shown(account.targets)}, rank "
+            f"{first.rank} {_shown(first.targets)}"
+        )
+    if account.acks != first.acks:
+        raise PlanError(f"'ack' has a tag on one of ranks {first.rank} and {account.rank} only")
+
+
+def _activations(
+    first: Sequence[Account], stages: Sequence[tuple[int, ...]]
+) -> Iterable[Passed]:
+    """All that one stage sends and a later one receives.
+
+    Args:
+        first: the account of each stage's first replica.
+        stages: the stages.
+    """
+    sent = {
+        (name, source, _stage_of(ranks, stages, account, name))
+        for source, account in enumerate(first)
+        for name, ranks in account.sends.items()
+    }
+    received = {
+        (name, _stage_of(ranks, stages, account, name), target)
+        for target, account in enumerate(first)
+        for name, ranks in account.receives.items()
+    }
+    for name, source, target in sorted(sent ^ received):
+        does, does_not = "sends it", "does not expect it from there"
+        if (name, source, target) in received:
+            does, does_not = "does not send it there", "expects it"
+        raise PlanError(
+            f"{name!r} from stage {source} to stage {target}: rank {first[source].rank} {does}, "
+            f"rank {first[target].rank} {does_not}; a tensor goes to one stage, so one that two "
+            "stages use needs a second name in the model"
+        )
+    for name, source, target in sorted(sent):
+        if source >= target:
+            raise PlanError(f"{name!r} goes from stage {source} to {target}: not to a later one")
+        yield Passed(name, source, target, True)
+
+
+def _stage_of(
+    ranks: tuple[int, ...], stages: Sequence[tuple[int, ...]], account: Account, name: str
+) -> int:
+    if ranks not in stages:
+        raise PlanError(
+            f"rank {account.rank} has the ranks {_shown(ranks)} for {name!r}; they are not those "
+            f"of a stage: {[list(stage) for stage in stages]}"
+        )
+    return stages.index(ranks)
+
+
+def _shown(value: object) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)
