@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from stagelink.cli import notes
 from stagelink.plan import Plan
 from stagelink.schedule import pairs, verify
 from tests.support.pipedream import configuration
@@ -81,6 +82,21 @@ def test_a_rule_that_leaves_it_to_the_transports_is_told(invoke: Invoke, write: 
     rule = '[[links]]\ntransport = "auto"\n'
     assert " fast 2 links[0], auto " in said(invoke("plan", write((1, 1), rule)))
     assert " fast 2 auto " in said(invoke("plan", write((1, 1))))
+
+
+def test_what_auto_could_have_taken_as_well_is_told(
+    invoke: Invoke, write: Write, site: Site
+) -> None:
+    site.auto_rank = 1
+    site.transport("slow")
+    path = write((1, 1))
+    lower = next(
+        reason
+        for reason in values(invoke("plan", "--json", path))["links"][0]["reasons"]
+        if reason.startswith("ranked lower: ")
+    )
+    assert lower.endswith("'slow'")
+    assert f" fast 2 auto {lower.replace(chr(39), '')} " in said(invoke("plan", path))
 
 
 def test_like_links_of_many_ranks_share_a_row(invoke: Invoke, write: Write) -> None:
@@ -164,6 +180,7 @@ def test_the_json_has_the_promised_form(invoke: Invoke, write: Write) -> None:
         ],
         "shared_memory": [],
         "receive_bytes": {"0": None, "1": None, "2": None},
+        "notes": [],
     }
 
 
@@ -189,8 +206,64 @@ def test_shared_memory_for_what_is_not_declared_is_its_bound(invoke: Invoke, wri
 def test_too_little_shared_memory_is_refused(invoke: Invoke, write: Write) -> None:
     result = invoke("plan", write((1, 1), SHM.replace("1048576", "4096")))
     assert result.exit_code != 0
-    text = "transports.shm: link_bytes = 4096; a link takes 262144 bytes"
+    text = "transports.shm: link_bytes = 4096; a link takes at least 262144 bytes"
     assert text in " ".join(result.output.split())
+
+
+def test_more_memory_than_there_are_numbers_for_is_refused(invoke: Invoke, write: Write) -> None:
+    assert invoke("plan", write((1, 1), SHM.replace("1048576", str(2**63 - 1)))).exit_code == 0
+    result = invoke("plan", write((1, 1), SHM.replace("1048576", str(2**63))))
+    assert result.exit_code == 1
+    assert f"transports.shm: link_bytes = {2**63}; the most is {2**63 - 1}" in result.stderr
+
+
+def test_more_shared_memory_than_the_machine_has_is_noted(
+    invoke: Invoke, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "memory_bytes", lambda: 2 * 1048576)
+    two = write((1, 1), SHM)
+    assert values(invoke("plan", "--json", two))["notes"] == []
+    four = write((2, 1), SHM)
+    text = (
+        "the links of one server may take 4.2 MB of shared memory together, and this machine has "
+        "2.1 MB; it is taken only as it is needed"
+    )
+    result = invoke("plan", "--json", four)
+    assert (result.exit_code, values(result)["notes"]) == (0, [text])
+    assert f" note: {text} Verified: " in said(invoke("plan", four))
+    monkeypatch.setattr(notes, "memory_bytes", lambda: None)
+    assert values(invoke("plan", "--json", four))["notes"] == []
+
+
+def test_memory_is_counted_by_server(
+    invoke: Invoke, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "memory_bytes", lambda: 2 * 1048576)
+    path = write((2, 2), SHM, servers=[[0, 2], [1, 3]], microbatches=2)
+    assert values(invoke("plan", "--json", path))["notes"] == []
+
+
+def test_options_of_a_transport_that_nobody_has_are_noted(invoke: Invoke, write: Write) -> None:
+    path = write((1, 1), "[transports.shmm]\nlink_bytes = 1\n")
+    text = (
+        "transports.shmm is not used here: no transport of that name is installed on this "
+        "machine, and no rule names it (did you mean 'shm'?)"
+    )
+    result = invoke("plan", "--json", path)
+    assert (result.exit_code, values(result)["notes"]) == (0, [text])
+    assert f" note: {text} Verified: " in said(invoke("plan", path))
+
+
+def test_options_that_may_be_used_are_not_noted(
+    invoke: Invoke, write: Write, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.transport("off")
+    monkeypatch.setenv("STAGELINK_DISABLE_PLUGINS", "off")
+    rule = '[[links]]\ntransport = ["elsewhere", "fast"]\n'
+    options = "".join(f"[transports.{name}]\n" for name in ("elsewhere", "fast"))
+    assert values(invoke("plan", "--json", write((1, 1), rule + options)))["notes"] == []
+    off = write((1, 1), "[transports.off]\n")
+    assert values(invoke("plan", "--json", off))["notes"] == []
 
 
 def test_the_json_has_every_link_however_many(invoke: Invoke, write: Write) -> None:

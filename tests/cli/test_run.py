@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from tests.cli.conftest import Invoke, Write
+    from tests.support.site import Site
 
 GLOO = '[[links]]\ntransport = "gloo"\n[transports.gloo]\ninterface = "lo"\n'
 
@@ -195,6 +196,72 @@ def test_a_plan_that_is_not_there(invoke: Invoke, launcher: Torchrun) -> None:
     assert result.exit_code == 2
     assert "'gone.toml' does not exist" in result.stderr
     assert invoke("run").exit_code == 2
+
+
+FAST = '[[links]]\ntransport = "fast"\n'
+NOWHERE = '[[links]]\ntransport = "fasst"\n'
+
+
+def test_wrong_options_are_refused_as_plan_refuses_them(
+    invoke: Invoke, write: Write, launcher: Torchrun, site: Site
+) -> None:
+    site.transport("fast")
+    path = write((1, 1), FAST + "[transports.fast]\nspeed = 9\n")
+    result = invoke("run", path, launcher.script)
+    assert (result.exit_code, result.stderr) == (1, invoke("plan", path).stderr)
+    assert "transports.fast.speed" in result.stderr
+    path = write((1, 1), FAST + "[transports.fast]\nspeed = 9\n", servers=[[0], [1]])
+    assert invoke("run", "--nnodes=2", path, launcher.script).exit_code == 1
+    assert launcher.calls == []
+
+
+def test_a_link_whose_only_transport_is_nowhere_here_is_refused(
+    invoke: Invoke, write: Write, launcher: Torchrun, site: Site
+) -> None:
+    site.transport("fast")
+    result = invoke("run", write((1, 1), NOWHERE), launcher.script)
+    assert result.exit_code == 1
+    assert "unknown transport 'fasst' (did you mean 'fast'?)" in result.stderr
+    assert launcher.calls == []
+
+
+def test_what_another_machine_may_have_is_not_refused(
+    invoke: Invoke, write: Write, launcher: Torchrun
+) -> None:
+    path = write((1, 1), NOWHERE)
+    assert invoke("run", "--nnodes=2", path, launcher.script).exit_code == 0
+    assert invoke("run", "--no-python", path, launcher.script).exit_code == 0
+    path = write((1, 1), NOWHERE, servers=[[0], [1]])
+    assert invoke("run", path, launcher.script).exit_code == 0
+    path = write((1, 1), '[[links]]\ntransport = ["fasst", "loopback"]\n')
+    assert invoke("run", path, launcher.script).exit_code == 0
+    assert len(launcher.calls) == 4
+
+
+def test_a_rule_for_links_between_servers_is_not_asked_about_one(
+    invoke: Invoke, write: Write, launcher: Torchrun, site: Site
+) -> None:
+    site.transport("fast")
+    rules = NOWHERE.replace("[[links]]", "[[links]]\nsame_server = false") + FAST
+    assert invoke("run", write((1, 1), rules), launcher.script).exit_code == 0
+
+
+def test_options_of_a_transport_that_nobody_has_are_noted(
+    invoke: Invoke, write: Write, launcher: Torchrun
+) -> None:
+    path = write((1, 1), "[transports.shmm]\n")
+    result = invoke("run", path, launcher.script)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr.startswith("note: transports.shmm is not used here: ")
+    assert result.stderr.endswith("(did you mean 'shm'?)\n")
+
+
+def test_what_plugins_print_is_no_output(
+    invoke: Invoke, write: Write, launcher: Torchrun, site: Site
+) -> None:
+    site.transport("fast", before="print('hello from the plugin')")
+    result = invoke("run", write((1, 1), FAST), launcher.script)
+    assert (result.exit_code, result.stdout) == (0, "")
 
 
 # How a run ended

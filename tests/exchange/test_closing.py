@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -129,19 +131,24 @@ def _fails(comm: stagelink.Handler) -> None:
 # -- a failure that no connection brings ---------------------------------------------------------
 
 
-class _SlowToStart(threading.Thread):
-    def start(self) -> None:
-        if self.name == "stagelink-abort-key":
-            threading.Event().wait(0.1)
-        super().start()
+_Start = Callable[[Callable[[], None], tuple[()]], int]
+_start: _Start = _thread.start_new_thread
 
 
-@pytest.mark.parametrize("thread", [threading.Thread, _SlowToStart])
+def _start_slowly(run: Callable[[], None], arguments: tuple[()]) -> int:
+    def run_late() -> None:
+        threading.Event().wait(0.1)
+        run()
+
+    return _start(run_late, arguments)
+
+
+@pytest.mark.parametrize("start", [_start, _start_slowly])
 def test_a_waiting_rank_finds_the_abort_key(
-    monkeypatch: pytest.MonkeyPatch, thread: type[threading.Thread]
+    monkeypatch: pytest.MonkeyPatch, start: _Start
 ) -> None:
     """And closes, though it is still telling others of it."""
-    monkeypatch.setattr(threading, "Thread", thread)
+    monkeypatch.setattr(_thread, "start_new_thread", start)  # threading has its own name for it
     monkeypatch.setattr(turns, "_LONG_S", 0.1)
     monkeypatch.setattr(turns, "_LOOK_S", 0.05)
     monkeypatch.setattr(watch, "_EVERY_S", 0.05)
@@ -156,6 +163,38 @@ def test_a_waiting_rank_finds_the_abort_key(
             return str(caught.value)
 
     assert run_threads(run, 2) == ["rank 7 reports: what no connection told"] * 2
+
+
+def _start_nothing(run: Callable[[], None], arguments: tuple[()]) -> int:
+    raise RuntimeError("can't start new thread")
+
+
+def _start_in_vain(run: Callable[[], None], arguments: tuple[()]) -> int:
+    """As where the new thread has no memory for its first step."""
+    return 0
+
+
+@pytest.mark.parametrize("start", [_start_nothing, _start_in_vain])
+def test_a_failure_is_told_though_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: _Start
+) -> None:
+    connected = threading.Barrier(2, timeout=20)
+
+    def run(rank: int, world_size: int, store: Store) -> str:
+        with joined(rank, world_size, store, document(LOOPBACK)) as comm:
+            connected.wait()
+            monkeypatch.setattr(_thread, "start_new_thread", start)
+            monkeypatch.setattr(threading, "_start_new_thread", start)
+            if rank == 0:
+                comm.abort(OSError("out of memory"))
+            with pytest.raises(stagelink.AbortedError) as caught:
+                comm.reduce([0.0])
+            return str(caught.value)
+
+    for text in run_threads(run, 2):
+        assert "OSError: out of memory" in text
+    told = "rank 0: no thread to reach the store: can't start new thread"
+    assert (told in caplog.text) == (start is _start_nothing)
 
 
 def test_a_failure_is_left_in_the_store() -> None:

@@ -74,15 +74,15 @@ class _Waited:
 
     def _wait(self, work: Work) -> None:
         try:
-            work.wait()
+            work.wait(timedelta(seconds=CONNECT_S))
         except RuntimeError as error:
             self._error = error
 
     def is_completed(self) -> bool:
         return not self._thread.is_alive()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self, timeout: timedelta) -> None:
+        self._thread.join(timeout.total_seconds())
         if self._error is not None:
             raise self._error
 

@@ -27,11 +27,13 @@ _MICROBATCHES = 8
 _ELEMENTS = 2000
 
 
-def plan(shape: Sequence[int]) -> Document:
+def plan(shape: Sequence[int], deadline_s: float = 20.0) -> Document:
     """Stages of so many ranks in a line, which all send to the last as well."""
     last = len(shape) - 1
     tensors = [tensor(f"h{stage}", stage, *sorted({stage + 1, last})) for stage in range(last)]
-    return document(NCCL, shape, tensors, microbatches=_MICROBATCHES, window=_MICROBATCHES)
+    limits = {"deadline_s": deadline_s, "first_deadline_s": deadline_s}
+    more = {"microbatches": _MICROBATCHES, "window": _MICROBATCHES, "limits": limits}
+    return document(NCCL, shape, tensors, **more)
 
 
 def by_chance(
@@ -47,9 +49,11 @@ def by_chance(
     Args:
         kind: a broken kind of slot: the session may then well fail.
     """
+    deadline_s = 20.0 if kind is None else 3.0
     with journal(kind or IssueSlot) as entries:
         try:
-            with joined(rank, world_size, store, plan(shape), [NcclOverGloo]) as comm:
+            given = plan(shape, deadline_s)
+            with joined(rank, world_size, store, given, [NcclOverGloo]) as comm:
                 _session(comm, random.Random(f"{seed} {rank}"))
         except StagelinkError:
             if kind is None:

@@ -30,7 +30,7 @@ RANKS = (0, 1)
 STEPS: dict[str, tuple[type, str, bool]] = {
     "buffer": (NcclReceiver, "_receive_into", True),
     "matched": (_LinkTask, "offer", True),
-    "asked": (_LinkTask, "on_slot_note", True),
+    "asked": (_LinkTask, "on_note", True),
     "granted": (_LinkTask, "_do", True),
     "issued": (_LinkTask, "_do", False),
 }

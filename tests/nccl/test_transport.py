@@ -53,6 +53,7 @@ def test_two_gpus_and_one_nccl() -> None:
 def test_an_nccl_that_shares_a_device() -> None:
     shares = {"uuid": "GPU-7", "shares_device": True}
     assert _verdict(shares, shares) == ""
+    assert "one GPU" in _verdict(shares, {"uuid": "GPU-7"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -133,7 +134,8 @@ def test_send_and_receive(sends: bool, call: tuple[str, int]) -> None:
 def test_only_a_group_that_may_be_stuck_is_aborted(broken: bool, call: str) -> None:
     backend = FakeBackend()
     PairGroup(backend, NcclOptions(), sends=True).close(broken=broken)
-    assert backend.calls == [(call,)]
+    assert backend.calls[-1] == (call,)
+    assert [name for name, *_ in backend.calls[:-1]] == ["_set_default_timeout"] * broken
 
 
 def _connect_twice(rank: int, world_size: int, store: Store) -> str:

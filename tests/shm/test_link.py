@@ -335,6 +335,15 @@ def test_a_larger_window_makes_for_more_slots() -> None:
     assert slots_of(pair) == 9  # eight of ten are kept, one copies out
 
 
+def test_however_large_the_window_what_is_kept_does_not_exhaust_mappings() -> None:
+    pair = Pair(window=100_000, link_bytes=1024 * MIB)
+    kept = [pair.pass_on(pattern(32 * KIB, number)) for number in range(1100)]
+    assert slots_of(pair) == 1023  # 1022 are kept, the rest is copied out through one more
+    for number, got in enumerate(kept):
+        assert torch.equal(got, pattern(32 * KIB, number))
+    assert Shm(ShmOptions()).footprint(100_000, 32 * KIB).slots == 1024
+
+
 def test_a_piece_beyond_its_message_fails_the_link() -> None:
     pair = pieces()
     pair.hold = True

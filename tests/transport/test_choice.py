@@ -274,7 +274,9 @@ def test_a_sole_transport_s_own_error_is_raised_on_both_ends(state: Any, kind: t
 
 def test_auto_takes_the_highest_rank_and_then_the_first_by_name() -> None:
     offers = {"a": usable(auto_rank=1), "c": usable(auto_rank=20), "b": usable(auto_rank=20)}
-    assert chosen(only_rule("auto"), ends(offers)) == Choice(Link(0, 1, "b", "cpu"), 0, auto=True)
+    assert chosen(only_rule("auto"), ends(offers)) == Choice(
+        Link(0, 1, "b", "cpu"), 0, auto=True, outranked=("c", "a")
+    )
 
 
 def test_no_rule_means_auto() -> None:
@@ -356,6 +358,16 @@ def test_a_choice_explains_itself() -> None:
 )
 def test_a_choice_by_auto_says_so(choice: Choice, line: str) -> None:
     assert choice.explain() == [line]
+
+
+def test_a_choice_by_auto_tells_what_it_preferred_the_transport_to() -> None:
+    offers = {"a": usable(auto_rank=1), "b": usable(auto_rank=9), "c": usable(same_process=True)}
+    offers["d"] = usable(auto_rank=3)
+    assert chosen(plan(), ends(offers)).explain() == [
+        "0→1 by b (auto; no rule in `links` matches)",
+        "ranked lower: 'd', 'a'",
+        "not 'c': needs both ranks in one process",
+    ]
 
 
 # The device

@@ -11,9 +11,20 @@ from typing import Any
 import pytest
 
 from stagelink.errors import ConnectError
-from stagelink.transport.host import address_of, process_id, server_id
+from stagelink.transport.host import address_of, memory_bytes, process_id, server_id
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@linux_only
+def test_memory_is_what_the_kernel_says() -> None:
+    first = Path("/proc/meminfo").read_text().splitlines()[0]
+    assert memory_bytes() == int(first.split()[1]) * 1024
+
+
+def test_a_system_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sysconf")
+    assert memory_bytes() is None
 
 
 def name_resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:

@@ -64,8 +64,18 @@ def test_c092_a_transport_that_cannot_be_used_here_says_why(site: Site) -> None:
         def probe(cls, options):
             return Verdict(False, "this torch was built without NCCL")
         """
-    site.transport("nccl", refusal)
-    assert offer_of("nccl") == Offer("unusable", "this torch was built without NCCL", CAPABILITIES)
+    site.transport("nickel", refusal)
+    assert offer_of("nickel") == Offer("unusable", "this torch was built without NCCL", CAPABILITIES)
+
+
+def test_a_transport_for_other_devices_is_not_asked_to_describe_itself(site: Site) -> None:
+    describes = """
+        def describe(self):
+            return {"set up": True}
+        """
+    site.transport("fast", describes)
+    for device, description in ("cpu", {"set up": True}), ("cuda", {}):
+        assert survey(Plugins(), ["fast"], {}, [device]).offers["fast"].description == description
 
 
 def test_c054_a_broken_one_has_its_distribution_and_cause(site: Site) -> None:

@@ -97,6 +97,15 @@ def test_there_are_no_more_than_told_and_at_least_four() -> None:
     assert book.take(MIB) is None
 
 
+def test_there_are_never_more_than_a_process_can_well_map() -> None:
+    book = ring(most=100_000)
+    book.grow(200_000)
+    slots = [taken(book, KIB) for _ in range(1024)]
+    assert book.take(KIB) is None
+    assert [book.may_keep(slot) for slot in slots] == [True] * 1022 + [False] * 2
+    assert book.most_bytes(KIB) == 4 * MIB
+
+
 def test_memory_stays_within_its_bound() -> None:
     book = ring(most=100, bound_bytes=16 * MIB)
     assert book.largest_bytes == 2 * MIB

@@ -26,6 +26,8 @@ __all__ = ["Group", "Groups", "NcclGroups", "PairGroup", "Work"]
 _NEVER = timedelta(days=365)
 """Deadlines are the transport's own: NCCL's watchdog ends the process where one passes."""
 
+_ABORT = timedelta(seconds=10)
+
 _MULTI_RANK_SINCE = (2, 30, 0)
 _MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -36,8 +38,8 @@ class Work(Protocol):
     def is_completed(self) -> bool:
         """Whether it is done or has failed; never blocks."""
 
-    def wait(self) -> object:
-        """Once it is completed: raise what went wrong."""
+    def wait(self, timeout: timedelta) -> object:
+        """Once it is completed: raise what went wrong. Without a time NCCL's would not."""
 
 
 class Group(ABC):
@@ -106,6 +108,8 @@ class PairGroup(Group):
     def close(self, *, broken: bool) -> None:
         """Abort the communicator where it may be stuck; its other rank does the same."""
         if broken:
+            # It waits for its own thread at most as long as an operation may take.
+            self._backend._set_default_timeout(_ABORT)
             self._backend.abort()
         else:
             self._backend.shutdown()
@@ -137,8 +141,7 @@ class NcclGroups(Groups):
         }
 
     def connect(self, port: Port, options: NcclOptions, deadline: Deadline) -> Group:
-        """Needs no peer: NCCL connects with the first operation."""
-        del deadline
+        """Needs no peer: NCCL connects with the first operation, by a key in the store."""
         nccl: Any = dist.ProcessGroupNCCL
         given = nccl.Options()
         given._timeout = _NEVER
@@ -148,4 +151,6 @@ class NcclGroups(Groups):
             given.config.max_ctas = options.max_ctas
         sends = port.rank == port.link.source
         store = dist.PrefixStore(f"from {port.link.source}", port.store())
+        # Where the other dies in the meantime, the key never comes.
+        store.set_timeout(timedelta(seconds=max(deadline.remaining_s, 1.0)))
         return PairGroup(nccl(store, int(not sends), 2, given), options, sends=sends)

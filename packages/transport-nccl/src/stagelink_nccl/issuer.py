@@ -25,12 +25,21 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
+_GRACE_S = 0.2
+_BROKEN_S = 2.0
+"""How long a failed handler waits for what may be stuck."""
 
 _only_one = threading.Lock()
 
 
 class Task(SlotUser):
-    """One end of a link as the issuing thread sees it."""
+    """One end of a link as the issuing thread sees it.
+
+    Attributes:
+        order: of all links the same on both ranks.
+    """
+
+    order: tuple[int, ...]
 
     def __init__(self, issuer: Issuer) -> None:
         self._issuer = issuer
@@ -57,9 +66,6 @@ class Issuer:
 
     Attributes:
         ended: whether it issues nothing any more.
-
-    Raises:
-        RuntimeError: from `add`, where another handler of this process has such a thread.
     """
 
     def __init__(self) -> None:
@@ -71,20 +77,38 @@ class Issuer:
         self.ended = False
         self._broken = False
 
-    def add(self, task: Task) -> None:
-        """A link is open."""
+    def start(self) -> None:
+        """Start the thread, unless it runs.
+
+        Raises:
+            RuntimeError: another handler of this process has one.
+        """
         with self._work:
-            if self._thread is None:
-                if not _only_one.acquire(blocking=False):
-                    raise RuntimeError(
-                        "another handler of this process uses nccl, and NCCL wants one thread; "
-                        "close that handler first"
-                    )
-                self._thread = threading.Thread(
-                    target=self._run, name="stagelink-nccl-issue", daemon=True
+            if self._thread is not None:
+                return
+            if not _only_one.acquire(blocking=False):
+                raise RuntimeError(
+                    "another handler of this process uses nccl, or was closed while NCCL was "
+                    "stuck in it, and NCCL wants one thread; close that handler first, or start "
+                    "a new process"
                 )
-                self._thread.start()
-            self._tasks.append(task)
+            self._thread = threading.Thread(
+                target=self._run, name="stagelink-nccl-issue", daemon=True
+            )
+            self._thread.start()
+
+    def add(self, task: Task) -> None:
+        """A link is open.
+
+        Raises:
+            ConnectionAbortedError: too late; its group was given back.
+        """
+        with self._work:
+            if not self.ended:
+                self._tasks.append(task)
+                return
+        task.dispose(broken=True)
+        raise ConnectionAbortedError("the handler failed, or was closed, meanwhile")
 
     @contextmanager
     def slot(self) -> Iterator[IssueSlot]:
@@ -116,12 +140,13 @@ class Issuer:
         """End the thread, which gives the groups back, by the deadline."""
         with self._work:
             self._end()
-            thread = self._thread
+            thread, broken = self._thread, self._broken
         if thread is None:
             return
-        thread.join(min(deadline.remaining_s, threading.TIMEOUT_MAX))
+        patience_s = max(deadline.remaining_s, _GRACE_S)
+        thread.join(min(patience_s, _BROKEN_S if broken else threading.TIMEOUT_MAX))
         if thread.is_alive():
-            logger.warning("the issuing thread is still in NCCL; it is left there")
+            logger.warning("the issuing thread is stuck in NCCL, and is left there")
 
     def _end(self) -> None:
         self.ended = True
@@ -134,9 +159,12 @@ class Issuer:
                 task.issue()
                 with self._work:
                     self._slot.done(task)
-            for task in self._tasks:
+            with self._work:
+                # All ranks in one order: to give a communicator back takes both its ranks.
+                tasks = sorted(self._tasks, key=lambda task: task.order)
+                self._tasks.clear()
+            for task in tasks:
                 task.dispose(broken=self._broken)
-            self._tasks.clear()
         finally:
             _only_one.release()
 

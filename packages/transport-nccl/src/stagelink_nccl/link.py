@@ -9,8 +9,12 @@ away that the other still reads.
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
+import time
 from collections import deque
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from stagelink.errors import PeerClosedError
@@ -25,17 +29,21 @@ if TYPE_CHECKING:
 
     from stagelink.transport.contract import Announce, Deadline, Message, Port
     from stagelink.transport.header import Header
-    from stagelink.transport.lanes import Moment
+    from stagelink.transport.lanes import Lane, Moment
     from stagelink_nccl.groups import Group
     from stagelink_nccl.issuer import Issuer
 
 __all__ = ["NcclReceiver", "NcclSender"]
 
-_BUFFER, _MATCHED, _RECEIVED = b"buffer", b"matched", b"received"
+logger = logging.getLogger(__name__)
+
+_BUFFER, _MATCHED, _RECEIVED, _GONE = b"buffer", b"matched", b"received", b"gone"
 _ASK, _INSIST, _GRANTED, _BUSY = b"ask", b"insist", b"granted", b"busy"
 
 _GRACE_S = 1.0
 """A peer may have closed when it was through with an operation that is not yet through here."""
+
+_AT_ONCE = timedelta(seconds=1)
 
 
 class NcclSender(Sender):
@@ -45,15 +53,20 @@ class NcclSender(Sender):
         port: of the link.
         group: of the link.
         issuer: of this process.
+        lane: where operations are issued; nothing else is queued there.
         eager: connect at once.
     """
 
-    def __init__(self, port: Port, group: Group, issuer: Issuer, *, eager: bool) -> None:
+    def __init__(
+        self, port: Port, group: Group, issuer: Issuer, lane: Lane, *, eager: bool
+    ) -> None:
         self._port = port
         self._issuer = issuer
-        self._task = _LinkTask(port, group, issuer)
+        self._task = _LinkTask(port, group, issuer, lane)
         self._sent = 0
         self._receipts = 0
+        self._unready: deque[_Sent] = deque()
+        self._looking = threading.Lock()
         if eager:
             self._task.post(Operation(self._task, port.lane.buffer(1)))
             self._task.message_ready()
@@ -66,31 +79,47 @@ class NcclSender(Sender):
         operation = Operation(self._task, message.payload)
         self._task.post(operation)
         self._sent += 1
-        return _Sent(self, operation, self._port.lane.moment(), self._sent)
+        sent = _Sent(self, operation, self._port.lane.moment(), self._sent)
+        self._unready.append(sent)
+        self._look()
+        return sent
+
+    def _look(self) -> None:
+        """Tell of the messages that are there by now, in their order."""
+        with self._looking:
+            while self._unready and self._unready[0].is_there:
+                self._unready.popleft()
+                self._task.message_ready()
 
     def finish(self, sent: _Sent, deadline: Deadline) -> None:
         """See `Operation.finish`."""
         # On the host: an operation that is issued must wait for nothing but the other rank.
         reach(sent.moment, self._port, deadline)
-        self._task.message_ready()
+        self._look()
         sent.operation.finish(deadline)
+        self._look()
         if not self._port.wait(lambda: self._receipts >= sent.number, deadline):
             raise TimeoutError(f"{self._port.link}: no receipt within {deadline.seconds:g} s")
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        """The receiver has a buffer, or it is about slots."""
+        """The receiver has a buffer, or a message; or it is about slots."""
         del fds
         if note == _BUFFER:
             self._task.buffer_ready()
         elif note == _RECEIVED:
             self._receipts += 1
         else:
-            self._task.on_slot_note(note)
+            self._task.on_note(note)
 
     def abort(self, cause: BaseException) -> None:
         """Nothing is issued any more."""
         del cause
         self._issuer.abort()
+
+    def close(self, deadline: Deadline) -> None:
+        """Let the peer go on without this end."""
+        del deadline
+        self._port.note(_GONE)
 
 
 class NcclReceiver(Receiver):
@@ -106,7 +135,7 @@ class NcclReceiver(Receiver):
     def __init__(self, port: Port, group: Group, issuer: Issuer, *, eager: bool) -> None:
         self._port = port
         self._issuer = issuer
-        self._task = _LinkTask(port, group, issuer)
+        self._task = _LinkTask(port, group, issuer, port.lane)
         if eager:
             self._task.post(Operation(self._task, port.lane.buffer(1)))
             port.note(_BUFFER)
@@ -135,12 +164,17 @@ class NcclReceiver(Receiver):
         if note == _MATCHED:
             self._task.offer()
         else:
-            self._task.on_slot_note(note)
+            self._task.on_note(note)
 
     def abort(self, cause: BaseException) -> None:
         """As `NcclSender.abort`."""
         del cause
         self._issuer.abort()
+
+    def close(self, deadline: Deadline) -> None:
+        """As `NcclSender.close`."""
+        del deadline
+        self._port.note(_GONE)
 
 
 class Operation(Pending):
@@ -165,7 +199,7 @@ class Operation(Pending):
         self.error: BaseException | None = None
 
     def finish(self, deadline: Deadline) -> None:
-        """Wait until it is done.
+        """Wait until it is done; may be called again after a TimeoutError.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -186,6 +220,11 @@ class _Sent(Pending):
         self.moment = moment
         self.number = number
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the payload is, as the host sees it."""
+        return self.moment is None or self.moment.reached
+
     def finish(self, deadline: Deadline) -> None:
         self._sender.finish(self, deadline)
 
@@ -193,14 +232,17 @@ class _Sent(Pending):
 class _LinkTask(Task):
     """What both ends have in common: the operations in order, and the talk about slots."""
 
-    def __init__(self, port: Port, group: Group, issuer: Issuer) -> None:
+    def __init__(self, port: Port, group: Group, issuer: Issuer, lane: Lane) -> None:
         super().__init__(issuer)
+        pair = (port.rank, port.peer)
+        self.order = (min(pair), max(pair), port.link.source)
         self._port = port
+        self._lane = lane
         self._group: Group | None = group
         self._operations: deque[Operation] = deque()
         self._messages = self._buffers = 0
         self._matching = threading.Lock()
-        self._given_up = False
+        self._peer_gone_s = math.inf
         issuer.add(self)
 
     def post(self, operation: Operation) -> None:
@@ -238,8 +280,11 @@ class _LinkTask(Task):
     def answer(self, *, granted: bool) -> None:
         self._port.note(_GRANTED if granted else _BUSY)
 
-    def on_slot_note(self, note: bytes) -> None:
-        """What the twin's `ask` or `answer` sent."""
+    def on_note(self, note: bytes) -> None:
+        """What the twin's `ask` or `answer` sent; or that it has closed."""
+        if note == _GONE:
+            self._peer_is_gone()
+            return
         with self._issuer.slot() as slot:
             if note in (_ASK, _INSIST):
                 slot.asked(self, insists=note == _INSIST)
@@ -253,7 +298,7 @@ class _LinkTask(Task):
                 raise TimeoutError(f"{self._port.link}: not done within {deadline.seconds:g} s")
         except PeerClosedError:
             if not operation.done.wait(min(_GRACE_S, deadline.remaining_s)):
-                self._give_up()
+                self._peer_is_gone()
                 raise
         if operation.error is not None:
             raise operation.error
@@ -266,7 +311,8 @@ class _LinkTask(Task):
                 self._port.note(operation.receipt)
         except Exception as error:
             operation.error = error
-            if not self._given_up and not self._issuer.ended:  # else that has been told already
+            known = self._peer_gone_s < math.inf or self._issuer.ended
+            if not known:
                 self._port.fail(error)
             # Not before: the other rank would tell of a broken group, and be heard first.
             self.dispose(broken=True)
@@ -277,22 +323,27 @@ class _LinkTask(Task):
     def _do(self, operation: Operation) -> None:
         if self._group is None or operation.tensor is None:
             raise ConnectionError(f"{self._port.link}: its group was given up")
-        with self._port.lane.entered():
+        with self._lane.entered():
             work = self._group.start(operation.tensor)
             for _ in self._issuer.looks():
                 if work.is_completed():
-                    work.wait()
+                    work.wait(_AT_ONCE)
                     return
-                if self._given_up:
+                if time.monotonic() > self._peer_gone_s + _GRACE_S:
                     break
         raise ConnectionAbortedError(f"{self._port.link}: an operation was given up")
 
-    def _give_up(self) -> None:
-        self._given_up = True
+    def _peer_is_gone(self) -> None:
+        """Nothing is granted any more; what runs has a moment left, as it may be through there."""
+        self._peer_gone_s = min(self._peer_gone_s, time.monotonic())
         with self._issuer.slot() as slot:
             slot.forget(self)
 
     def dispose(self, *, broken: bool) -> None:
         group, self._group = self._group, None
-        if group is not None:
+        if group is None:
+            return
+        try:
             group.close(broken=broken)
+        except Exception as error:
+            logger.warning("%s: giving its group back: %s", self._port.link, error)

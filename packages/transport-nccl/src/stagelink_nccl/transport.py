@@ -92,21 +92,29 @@ class Nccl(Transport):
 
     @staticmethod
     def _two_devices(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Verdict:
-        if mine.get("uuid") != theirs.get("uuid") or mine.get("shares_device"):
+        shares = mine.get("shares_device") and theirs.get("shares_device")
+        if mine.get("uuid") != theirs.get("uuid") or shares:
             return Verdict(True)
         return Verdict(
             False, f"both ranks are on one GPU ({mine.get('uuid')}), and NCCL wants one each"
         )
 
     def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
-        """Open the sending end."""
-        del link
+        """Open the sending end.
+
+        Raises:
+            RuntimeError: another handler of this process uses NCCL.
+        """
+        self._issuer.start()
         group = self.groups.connect(port, self.options, deadline)
-        return NcclSender(port, group, self._issuer, eager=self.options.eager)
+        # On a stream of its own: on the link's it would wait for messages that come after it.
+        lane = self.lane(link) or port.lane
+        return NcclSender(port, group, self._issuer, lane, eager=self.options.eager)
 
     def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
-        """Open the receiving end."""
+        """Open the receiving end; as `open_sender`."""
         del link
+        self._issuer.start()
         group = self.groups.connect(port, self.options, deadline)
         return NcclReceiver(port, group, self._issuer, eager=self.options.eager)
 

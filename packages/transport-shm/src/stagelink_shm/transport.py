@@ -29,6 +29,7 @@ __all__ = ["Shm", "ShmOptions"]
 _M = TypeVar("_M")
 
 _LEAST_BYTES = 256 * 1024
+_MOST_BYTES = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,18 @@ class ShmOptions:
             memory of the processes' own.
 
     Raises:
-        ValueError: it is too little.
+        ValueError: it is too little, or no size.
     """
 
     link_bytes: int = 1024**3
 
     def __post_init__(self) -> None:
         if self.link_bytes < _LEAST_BYTES:
-            raise ValueError(f"link_bytes = {self.link_bytes}; a link takes {_LEAST_BYTES} bytes")
+            raise ValueError(
+                f"link_bytes = {self.link_bytes}; a link takes at least {_LEAST_BYTES} bytes"
+            )
+        if self.link_bytes > _MOST_BYTES:
+            raise ValueError(f"link_bytes = {self.link_bytes}; the most is {_MOST_BYTES}")
 
 
 class Shm(Transport):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing import resource_tracker
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
 
 from stagelink.bench.handled import WINDOW, HandlerPipe, LinkPipe, pair_plan
-from stagelink.bench.pipes import Timed, read, timed
+from stagelink.bench.pipes import IN_FLIGHT, Timed, read, timed
 from stagelink.bench.raw import COPIERS, Copier, RawPipe, copy_once
 from stagelink.bench.records import KINDS, ONE_WAY_READ, Record, Subject
 from stagelink.control.rendezvous import Launch
@@ -73,6 +77,12 @@ class Job:
     kinds: Sequence[str] = KINDS
     copied: Sequence[str] = ("stream",)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The least that both ranks have in buffers at the largest size, all at the same time."""
+        ways = 2 * 2 * (len(self.transports) + 1)  # there and back, on both, raw ones as well
+        return ways * IN_FLIGHT * max(self.sizes_bytes)
+
 
 class Case(NamedTuple):
     """What times belong to."""
@@ -107,8 +117,41 @@ def measure(job: Job) -> list[Record]:
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        by_rank = elastic_launch(config, _rank)(job, folder)
+        with _ctrl_c_put_off(), _bar_ends(job):
+            by_rank = elastic_launch(config, _rank)(job, folder)
     return records_of(by_rank[0], by_rank[1])
+
+
+@contextmanager
+def _ctrl_c_put_off() -> Iterator[None]:
+    """A block in which processes are started that see Ctrl-C only once they are in `_rank`.
+
+    It comes to every process of a terminal, and until then each would print where it was, in
+    torch's import say. They inherit what this thread blocks; here another takes the signal, which
+    Python then handles in this one.
+    """
+    over = threading.Event()
+    taker = threading.Thread(target=over.wait, name="stagelink-bench-ctrl-c", daemon=True)
+    taker.start()
+    resource_tracker.ensure_running()  # which would unblock it when the first process is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+        taker.join()
+
+
+@contextmanager
+def _bar_ends(job: Job) -> Iterator[None]:
+    """A block after which stderr is at the beginning of a line, also where a rank was killed."""
+    try:
+        yield
+    except Exception:
+        if job.progress:
+            sys.stderr.write("\n")
+        raise
 
 
 def records_of(here: Times, there: Times) -> list[Record]:
@@ -126,6 +169,7 @@ def records_of(here: Times, there: Times) -> list[Record]:
 
 def _rank(job: Job, folder: str) -> Times:
     """All rounds, on one rank."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     pin(rank)
@@ -184,6 +228,7 @@ def rounds(
     moves = [(pipe.subject, partial(timed, pipe)) for pipe in pipes]
     copies = [(subject, partial(_copied, copy, rank)) for subject, copy in copiers.items()]
     work = [(size, kind) for size in job.sizes_bytes for kind in job.kinds]
+    tqdm.set_lock(threading.RLock())  # its own is the system's, and a killed rank leaves it behind
     for size, kind in tqdm(work, disable=rank != 0 or not job.progress, unit="kind"):
         count = max(_LEAST_MESSAGES, min(_MOST_MESSAGES, _ROUND_BYTES // size))
         turns = [*moves, *(copies if kind in job.copied else ())]

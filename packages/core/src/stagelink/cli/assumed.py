@@ -11,7 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.errors import StagelinkError
+from stagelink.cli.notes import idle_options, too_much_memory
+from stagelink.errors import StagelinkError, UnknownTransportError
 from stagelink.schedule import message_bytes, pairs
 from stagelink.transport.choice import asked_for, asker, choose, device_of
 from stagelink.transport.contract import Link
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from stagelink.transport.contract import Footprint
     from stagelink.transport.offers import Survey
 
-__all__ = ["Assumed", "AssumedLink", "Outcome", "assume"]
+__all__ = ["Assumed", "AssumedLink", "Outcome", "assume", "check_here"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,14 @@ class Outcome:
         decided_by: the rule, and ``auto`` where that left it to the transports; ``""`` where no
             transport was taken.
         passed_over: the transports that were preferred and cannot carry the link.
+        outranked: those that ``auto`` could have taken as well.
         reasons: all of it in words; where no transport was taken, the error's text.
     """
 
     transport: str | None
     decided_by: str
     passed_over: tuple[Refusal, ...]
+    outranked: tuple[str, ...]
     reasons: tuple[str, ...]
 
 
@@ -75,10 +78,22 @@ class Assumed(NamedTuple):
         links: of all ranks, by source and target.
         memory: what links take of shared memory, gradients' ways back included; only those whose
             transports say that they take some.
+        notes: what is worth a look.
     """
 
     links: list[AssumedLink]
     memory: dict[Link, Footprint]
+    notes: list[str]
+
+
+class _Here(NamedTuple):
+    """What this machine's plugins make of a plan."""
+
+    plugins: Plugins
+    routes: list[tuple[Edge, int, int]]
+    found: Survey
+    ends: list[End]
+    ask: Asker
 
 
 class _Load(NamedTuple):
@@ -106,16 +121,11 @@ def assume(plan: Plan, verdict: Verdict) -> Assumed:
         PlanError: the options of a transport are wrong.
         PluginError: an observer that the plan lists cannot be used.
     """
-    routes = [(edge, *pair) for edge in plan.edges for pair in pairs(plan, edge)]
-    plugins = Plugins()
-    plugins.load_observers(plan.observers)
-    found = survey(plugins, asked_for(plan, routes), plan.transports)
-    ask = asker(found, plugins.hooks, None)
-    ends = [_end(plan, rank, found) for rank in range(plan.world_size)]
+    here = _look(plan)
     tensors = defaultdict[tuple[int, int, int, Outcome], list[str]](list)
     loads = defaultdict[Link, _Load](_Load)
-    for edge, source, target in routes:
-        outcome = _outcome(plan, edge, (ends[source], ends[target]), ask)
+    for edge, source, target in here.routes:
+        outcome = _outcome(plan, edge, (here.ends[source], here.ends[target]), here.ask)
         tensors[source, target, verdict.windows[edge.index], outcome].append(edge.tensor.name)
         most = max(verdict.windows[edge.index], verdict.forward_windows[edge.index])
         for link in _both_ways(plan, edge, source, target, outcome):
@@ -123,9 +133,50 @@ def assume(plan: Plan, verdict: Verdict) -> Assumed:
     links = [AssumedLink(*key, tuple(names)) for key, names in tensors.items()]
     links.sort(key=lambda link: (link.source, link.target, link.tensors))
     footprints = {
-        link: found.transports[link.transport].footprint(*load) for link, load in loads.items()
+        link: here.found.transports[link.transport].footprint(*load)
+        for link, load in loads.items()
     }
-    return Assumed(links, {link: one for link, one in footprints.items() if one is not None})
+    memory = {link: one for link, one in footprints.items() if one is not None}
+    notes = [*idle_options(plan, here.plugins), *too_much_memory(plan, memory)]
+    return Assumed(links, memory, notes)
+
+
+def check_here(plan: Plan, *, alone: bool) -> list[str]:
+    """Refuse what the ranks of this machine would refuse for certain when they connect.
+
+    Args:
+        plan: the plan.
+        alone: whether all ranks run here, with the plugins of this process; else what is not
+            installed here may be elsewhere.
+
+    Returns:
+        What is worth a look.
+
+    Raises:
+        PlanError: the options of a transport are wrong.
+        PluginError: an observer that the plan lists cannot be used.
+        UnknownTransportError: a link's rule names one transport only, which is not installed.
+    """
+    here = _look(plan)
+    if alone:
+        for edge, source, target in here.routes:
+            try:
+                choose(plan, edge, here.ends[source], here.ends[target], here.ask)
+            except UnknownTransportError:
+                raise
+            except StagelinkError:  # the ranks have the last word, in their own environment
+                continue
+    return [*idle_options(plan, here.plugins)]
+
+
+def _look(plan: Plan) -> _Here:
+    routes = [(edge, *pair) for edge in plan.edges for pair in pairs(plan, edge)]
+    plugins = Plugins()
+    plugins.load_observers(plan.observers)
+    devices = {stage.device for stage in plan.stages}
+    found = survey(plugins, asked_for(plan, routes), plan.transports, devices)
+    ends = [_end(plan, rank, found) for rank in range(plan.world_size)]
+    return _Here(plugins, routes, found, ends, asker(found, plugins.hooks, None))
 
 
 def _both_ways(
@@ -148,9 +199,13 @@ def _outcome(plan: Plan, edge: Edge, ends: tuple[End, End], ask: Asker) -> Outco
     try:
         choice = choose(plan, edge, *ends, ask)
     except StagelinkError as error:
-        return Outcome(None, "", (), (str(error),))
+        return Outcome(None, "", (), (), (str(error),))
     return Outcome(
-        choice.transport, _decided_by(choice), choice.passed_over, tuple(choice.explain())
+        choice.transport,
+        _decided_by(choice),
+        choice.passed_over,
+        choice.outranked,
+        tuple(choice.explain()),
     )
 
 

@@ -1,23 +1,58 @@
-"""Which of several failed ranks was the first: the others often fail because that one did."""
+"""How the ranks that a command started have ended, in words.
+
+Which of several failed ranks was the first: the others often fail because that one did.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
+
+import click
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from stagelink.errors import AbortedError, PeerClosedError, PeerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["CONSEQUENCES", "first_failure"]
+__all__ = ["CONSEQUENCES", "first_failure", "launching"]
 
 CONSEQUENCES = (AbortedError, PeerClosedError, PeerLostError)
 """Errors that tell of another rank's failure, or of its end before it was done."""
 
 _NAMES = tuple(f"{error.__name__}:" for error in CONSEQUENCES)
+
+
+@contextmanager
+def launching() -> Iterator[None]:
+    """A block that starts ranks through torch's elastic launcher and waits for their end.
+
+    Raises:
+        ClickException: a rank failed, a signal ended them all, or the nodes did not meet.
+    """
+    disabled = logging.root.manager.disable
+    if "LOGLEVEL" not in os.environ:
+        # The agent logs each failure at length, beside what the rank itself and the command say.
+        logging.disable(logging.ERROR)
+    try:
+        yield
+    except ChildFailedError as error:
+        raise click.ClickException(first_failure(error.failures)) from error
+    except SignalException as error:
+        raise click.ClickException(f"stopped by {error.sigval.name}; no rank is left") from error
+    except (DistError, RendezvousError) as error:
+        raise click.ClickException(f"the nodes cannot meet: {error.__cause__ or error}") from error
+    finally:
+        logging.disable(disabled)
 
 
 class _Note(NamedTuple):

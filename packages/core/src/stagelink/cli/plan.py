@@ -148,4 +148,5 @@ def _as_json(report: _Report) -> dict[str, Any]:
             for link, footprint in report.assumed.memory.items()
         ],
         "receive_bytes": verdict.receive_bytes,
+        "notes": report.assumed.notes,
     }

@@ -48,6 +48,8 @@ def plan_tables(
     by_hand = window_by_hand(plan, verdict)
     if by_hand is not None:
         yield Text(by_hand)
+    for note in assumed.notes:
+        yield Text(f"note: {note}")
     yield from _conclusion(plan, verdict, problem)
 
 
@@ -143,7 +145,8 @@ def _why(outcome: Outcome) -> str:
     if outcome.transport is None:
         return "see below"
     refusals = [f"not {name}: {_short(reason)}" for name, reason in outcome.passed_over]
-    return "\n".join([outcome.decided_by, *refusals])
+    lower = [f"ranked lower: {', '.join(outcome.outranked)}"] if outcome.outranked else []
+    return "\n".join([outcome.decided_by, *lower, *refusals])
 
 
 def _short(reason: str) -> str:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
-from torch.distributed import DistError
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
 
 from stagelink.cli import rank
-from stagelink.cli.failures import first_failure
-from stagelink.cli.output import plan_file
+from stagelink.cli.assumed import check_here
+from stagelink.cli.failures import launching
+from stagelink.cli.output import plan_file, plugins_print_to_stderr
 from stagelink.plan import Plan
 from stagelink.schedule import require, verify
 
@@ -47,6 +43,10 @@ def run_command(arguments: Sequence[str]) -> None:
     gets the plan by stagelink.Plan.load(os.environ["STAGELINK_PLAN"]); all else that
     stagelink.connect(plan) needs to know it finds in the environment, too.
 
+    Nothing starts either if the options of a transport are wrong, or, where all ranks run here, if
+    a link's only transport is not installed. One that the script itself registers is not known
+    here: let the rule name another after it, or start the script with torchrun.
+
     Flags before CONFIG are torchrun's (see torchrun --help). A run over two nodes is started on
     each of them by stagelink run --nnodes 2 --node-rank RANK --master-addr HOST CONFIG SCRIPT. The
     nodes share the ranks evenly unless --nproc-per-node says otherwise.
@@ -60,6 +60,7 @@ def run_command(arguments: Sequence[str]) -> None:
     plan = Plan.load(plan_file(config))
     require(verify(plan))
     args.nproc_per_node = str(_ranks_here(plan, args))
+    _check_transports(plan, args)
     args.training_script, *args.training_script_args = _rank_command(args, command)
     os.environ[PLAN_VARIABLE] = str(Path(config).resolve())
     _launch(args)
@@ -83,6 +84,15 @@ def _check_script(args: Namespace, command: Sequence[str]) -> None:
     is_file = not (args.module or args.no_python)
     if is_file and not Path(command[0]).exists():
         raise click.UsageError(f"Invalid value for 'SCRIPT': {command[0]!r} does not exist.")
+
+
+def _check_transports(plan: Plan, args: Namespace) -> None:
+    """Refuse what the ranks would refuse, as far as this node can know."""
+    alone = _nodes(plan, args.nnodes) == 1 and plan.servers is None and not args.no_python
+    with plugins_print_to_stderr():
+        notes = check_here(plan, alone=alone)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
 
 
 def _ranks_here(plan: Plan, args: Namespace) -> int:
@@ -137,9 +147,6 @@ def _rank_command(args: Namespace, command: Sequence[str]) -> list[str]:
 
 def _launch(args: Namespace) -> None:
     """Start this node's ranks and wait for their end."""
-    if "LOGLEVEL" not in os.environ:
-        # The agent logs each failure at length, beside what the rank itself and this command say.
-        logging.disable(logging.ERROR)
     with TemporaryDirectory(prefix="stagelink-run-") as folder:
         if not args.log_dir and args.redirects == args.tee == "0":
             args.log_dir = folder  # torchrun would leave one behind for each run, without any log
@@ -148,12 +155,7 @@ def _launch(args: Namespace) -> None:
 
 def _run(args: Namespace) -> None:
     try:
-        torchrun.run(args)
-    except ChildFailedError as error:
-        raise click.ClickException(first_failure(error.failures)) from error
-    except SignalException as error:
-        raise click.ClickException(f"stopped by {error.sigval.name}; no rank is left") from error
-    except (DistError, RendezvousError) as error:
-        raise click.ClickException(f"the nodes cannot meet: {error.__cause__ or error}") from error
+        with launching():
+            torchrun.run(args)
     except (ValueError, AssertionError) as error:  # how torchrun refuses a flag's value
         raise click.UsageError(str(error)) from error

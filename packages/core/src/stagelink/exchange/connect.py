@@ -73,7 +73,8 @@ def join(plan: Plan, launch: Launch, plugins: Plugins) -> tuple[Engine, Verdict]
     _check_device(plan.stage_of(me), me)
     verdict = require(verify(plan))
     plugins.load_observers(plan.observers)
-    found = survey(plugins, asked_for(plan, routes_of(plan, me)), plan.transports)
+    asked = asked_for(plan, routes_of(plan, me))
+    found = survey(plugins, asked, plan.transports, {stage.device for stage in plan.stages})
     deadline = Deadline(plan.limits.connect_deadline_s)
     opened = open_store(launch.store, me, plan.world_size, deadline)
     hosts = isinstance(launch.store, str) and launch.store.startswith("tcp:") and me == 0

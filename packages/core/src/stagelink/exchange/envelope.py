@@ -72,12 +72,14 @@ def seal(
     flags = Flag.REQUIRES_GRAD if takes_gradient else 0
     size_bytes = tensor.nbytes
     payload: torch.Tensor | bytes
+    private = False
     carried = tensor if lane.device == terms.device else tensor.to(lane.device)
     if size_bytes <= terms.inline_bytes and carried.is_cpu:
         payload = raw_bytes(carried)
         flags |= Flag.INLINE
     else:
         payload = to_bytes(carried)
+        private = payload.data_ptr() != tensor.data_ptr()
     header = Header(
         MessageKind.DATA if forward else MessageKind.GRAD,
         direction,
@@ -89,7 +91,7 @@ def seal(
         payload_bytes=size_bytes,
         shape=tuple(tensor.shape),
     )
-    return SendJob(header, payload)
+    return SendJob(header, payload, private=private)
 
 
 def unseal(arrival: Arrival, terms: Terms) -> torch.Tensor | None:

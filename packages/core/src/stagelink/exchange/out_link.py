@@ -32,16 +32,20 @@ class SendJob:
         header: what it is.
         payload: its bytes, flat uint8, or as bytes what travels inline; None once nobody needs
             them, and for a message without.
+        private: whether the payload is in memory that nobody else knows.
         started: whether the window has let it go.
         finished: whether the caller's memory is needed no more.
         moment: when the payload is there, on a device with streams; else None.
     """
 
-    __slots__ = ("finished", "header", "moment", "payload", "started")
+    __slots__ = ("finished", "header", "moment", "payload", "private", "started")
 
-    def __init__(self, header: Header, payload: torch.Tensor | bytes | None) -> None:
+    def __init__(
+        self, header: Header, payload: torch.Tensor | bytes | None, *, private: bool = False
+    ) -> None:
         self.header = header
         self.payload = payload
+        self.private = private
         self.started = False
         self.finished = False
         self.moment: Moment | None = None
@@ -138,7 +142,7 @@ class OutLink(LinkEnd):
     def detach(self, job: SendJob, *, copy: bool) -> None:
         """Have a message begin after what its caller has queued so far, with a copy if asked."""
         if isinstance(job.payload, torch.Tensor):
-            if copy:
+            if copy and not job.private:
                 job.payload = self.lane.kept(job.payload)
             job.moment = self.lane.callers_moment()
 

@@ -1,11 +1,14 @@
 """Failures that no connection brings: the abort key in the store.
 
 The reading thread never touches the store, whose client locks for seconds behind another thread's
-call. Both directions are therefore short-lived threads with a client of their own.
+call. Both directions are therefore short-lived threads with a client of their own. They are no
+`threading.Thread`, whose ``start`` waits for a sign of the new thread: where memory is short, as
+it may be when a rank fails, the sign never comes.
 """
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 import time
@@ -38,8 +41,7 @@ class AbortWatch:
         self._plane = plane
         self._client = rendezvous.client()
         self._lock = threading.Lock()
-        self._starting = threading.Lock()
-        self._threads: set[threading.Thread] = set()
+        self._under_way: set[threading.Event] = set()
         self._last_look = 0.0
         plane.on_failure(self._on_failure)
         plane.turns.on_long_wait = self.look
@@ -47,7 +49,7 @@ class AbortWatch:
     def look(self) -> None:
         """Have the abort key looked at, at most once a second; returns at once."""
         now = time.monotonic()
-        if now - self._last_look >= _EVERY_S and not self._threads:
+        if now - self._last_look >= _EVERY_S and not self._under_way:
             self._last_look = now
             self._start(self._find)
 
@@ -62,23 +64,27 @@ class AbortWatch:
             self._plane.fail_as_told(decode(text))
 
     def _start(self, work: Callable[[], None]) -> None:
+        done = threading.Event()
+
         def run() -> None:
             try:
                 with self._lock:
                     work()
-            except RuntimeError as error:  # the store is gone, as it may be at the end of a job
+            except (RuntimeError, MemoryError) as error:
+                # The store is gone, as it may be at the end of a job.
                 logger.debug("rank %d: the store does not answer: %s", self._plane.rank, error)
             finally:
-                self._threads.discard(threading.current_thread())
+                self._under_way.discard(done)
+                done.set()
 
-        thread = threading.Thread(target=run, name="stagelink-abort-key", daemon=True)
-        with self._starting:  # one that has not started cannot be waited for
-            self._threads.add(thread)
-            thread.start()
+        self._under_way.add(done)
+        try:
+            _thread.start_new_thread(run, ())
+        except (RuntimeError, MemoryError) as error:  # peers hear of a failure all the same
+            self._under_way.discard(done)
+            logger.warning("rank %d: no thread to reach the store: %s", self._plane.rank, error)
 
     def finish(self, seconds: float) -> None:
         """Give what is under way a moment."""
-        with self._starting:
-            threads = tuple(self._threads)
-        for thread in threads:
-            thread.join(seconds)
+        for done in tuple(self._under_way):
+            done.wait(seconds)

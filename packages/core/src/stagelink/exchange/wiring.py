@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from stagelink.exchange.topology import routes_of
 from stagelink.exchange.ways import WayIn, WayOut
 from stagelink.exchange.window import Window
 from stagelink.transport.choice import Choice, choose
-from stagelink.transport.contract import Deadline, Link
+from stagelink.transport.contract import Link
 from stagelink.transport.events import LinkCounters
 from stagelink.transport.header import Direction, Header, MessageKind
 from stagelink.transport.lanes import HostLane
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from stagelink.plan import Edge, Plan
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.choice import Asker
-    from stagelink.transport.contract import Transport
+    from stagelink.transport.contract import Deadline, Transport
     from stagelink.transport.lanes import Lane
     from stagelink.transport.offers import End, Survey
 
@@ -100,11 +101,10 @@ class _Port:
         return self._wiring.plane.wait_while_closing(look, deadline)
 
     def pause(self, seconds: float) -> None:
-        def look() -> bool:
-            self._end.check_open()
-            return False
-
-        self._wiring.plane.wait_while_closing(look, Deadline(seconds))
+        # Not by reading, which counts whole milliseconds.
+        self._end.check_open()
+        self._wiring.plane.check_failure()
+        time.sleep(seconds)
 
     def wake(self) -> None:
         self._wiring.plane.changed()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.errors import NoTransportError, PluginError, UnknownTransportError
+from stagelink.plan.problems import quoted
 from stagelink.plan.rules import AUTO, LinkFacts, rule_for
 from stagelink.transport.fitness import Asker, Case
 
@@ -47,12 +48,14 @@ class Choice:
         auto: whether the rule, or the lack of one, left it to the transports' declared ranks.
         passed_over: those that were preferred and cannot carry the link; under ``auto`` all that
             cannot.
+        outranked: those that ``auto`` could have taken as well, best first.
     """
 
     link: Link
     rule: int | None
     auto: bool
     passed_over: tuple[Refusal, ...] = ()
+    outranked: tuple[str, ...] = ()
 
     @property
     def transport(self) -> str:
@@ -60,11 +63,12 @@ class Choice:
         return self.link.transport
 
     def explain(self) -> list[str]:
-        """In words: a line for what was taken and by which rule, one for each that was not."""
+        """In words: a line for what was taken and by which rule, and why not others."""
         by = _NO_RULE if self.rule is None else f"links[{self.rule}]"
         how = f"auto; {by}" if self.auto else by
         refusals = [f"not {name!r}: {reason}" for name, reason in self.passed_over]
-        return [f"{self.link} ({how})", *refusals]
+        lower = [f"ranked lower: {quoted(self.outranked)}"] if self.outranked else []
+        return [f"{self.link} ({how})", *lower, *refusals]
 
 
 def device_of(plan: Plan, edge: Edge) -> str:
@@ -157,8 +161,10 @@ def _by_rank(case: Case, rule: LinkRule | None) -> Choice:
     if not fit:
         raise NoTransportError(_nothing_fits(case, rule, refused))
     taken = case.ask.select(case.link(fit[0]), tuple(fit)) or fit[0]
-    refused += [Refusal(name, "a plugin chose another") for name in fit[: fit.index(taken)]]
-    return Choice(case.link(taken), rule.index if rule else None, True, tuple(refused))
+    place = fit.index(taken)
+    refused += [Refusal(name, "a plugin chose another") for name in fit[:place]]
+    lower = tuple(fit[place + 1 :])
+    return Choice(case.link(taken), rule.index if rule else None, True, tuple(refused), lower)
 
 
 def _sole_failure(case: Case, rule: LinkRule, refused: Refusal) -> StagelinkError:

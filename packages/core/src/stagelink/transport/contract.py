@@ -276,7 +276,7 @@ class Port(Protocol):
     def pause(self, seconds: float) -> None:
         """Block for a moment: for whoever looks again and again at what can tell nobody.
 
-        Unlike `Port.wait` it does not mind that the peer has closed.
+        Unlike `Port.wait` it reads nothing, and does not mind that the peer has closed.
 
         Raises:
             StagelinkError: the handler failed, or this end is being closed.
@@ -317,7 +317,8 @@ class Pending(ABC):
             device with streams it is there for what is queued on the link's lane afterwards.
 
         Raises:
-            TimeoutError: the deadline passed.
+            TimeoutError: the deadline passed. Where a receiver says ``caller_thread`` it may be
+                called again, with another deadline.
             Exception: anything else that went wrong; core reports it as a `TransportError` with
                 this as its cause, and fails the handler.
         """

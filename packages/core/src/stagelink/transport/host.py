@@ -1,4 +1,4 @@
-"""Which server and which process this is, and at which address others reach it."""
+"""Which server and which process this is, its memory, and at which address others reach it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stagelink.errors import ConnectError
 
-__all__ = ["address_of", "process_id", "server_id"]
+__all__ = ["address_of", "memory_bytes", "process_id", "server_id"]
 
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -35,6 +35,14 @@ def process_id() -> str:
     containers that share a network.
     """
     return f"{server_id()}/{_namespace('pid')}/{os.getpid()}"
+
+
+def memory_bytes() -> int | None:
+    """How much memory this machine has; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
 
 
 def _boot_id() -> str:

@@ -114,7 +114,10 @@ class Survey:
 
 
 def survey(
-    plugins: Plugins, names: Iterable[str] | None, options: Mapping[str, Mapping[str, JsonValue]]
+    plugins: Plugins,
+    names: Iterable[str] | None,
+    options: Mapping[str, Mapping[str, JsonValue]],
+    devices: Iterable[str] = ("cpu", "cuda"),
 ) -> Survey:
     """Load, configure and probe transports; one that is missing or broken becomes such an offer.
 
@@ -122,18 +125,24 @@ def survey(
         plugins: where to find them.
         names: those to look at; None: all. See `stagelink.transport.choice.asked_for`.
         options: the plan's ``[transports.NAME]`` tables.
+        devices: kinds of device of the links in question. A transport for others is not asked to
+            describe itself: a GPU would be set up for that.
 
     Raises:
         PlanError: the options of one that was loaded are wrong.
     """
     transports: dict[str, Transport] = {}
     offers: dict[str, Offer] = {}
+    wanted = frozenset(devices)
     everything = {*plugins.known, *plugins.transports.disabled}
     for name in sorted(everything if names is None else set(names)):
         try:
             cls = plugins.load(name)
             parsed = parse_options(cls, options.get(name, {}))
-            offers[name] = _offer(plugins.provider(name), cls, parsed, transports)
+            describes = bool(wanted & cls.capabilities.devices)
+            offers[name] = _offer(
+                plugins.provider(name), cls, parsed, transports, describes=describes
+            )
         except UnknownTransportError as error:
             state: State = "disabled" if name in plugins.transports.disabled else "absent"
             offers[name] = Offer(state, str(error))
@@ -143,13 +152,18 @@ def survey(
 
 
 def _offer(
-    provider: str, cls: type[Transport], options: Any, transports: dict[str, Transport]
+    provider: str,
+    cls: type[Transport],
+    options: Any,
+    transports: dict[str, Transport],
+    *,
+    describes: bool,
 ) -> Offer:
     verdict = _verdict(provider, "probe", cls.probe, options)
     if not verdict:
         return Offer("unusable", verdict.reason, cls.capabilities)
     transport = _call(provider, "its constructor", cls, options)
-    description = _call(provider, "describe", _description, transport)
+    description = _call(provider, "describe", _description, transport) if describes else {}
     transports[cls.name] = transport
     return Offer("usable", verdict.reason, cls.capabilities, description)
 

@@ -21,6 +21,10 @@ _LARGEST_SHARE = 8
 """A slot takes at most this part of the bound: then two are free, whatever is kept."""
 
 _RESERVE = 2
+_MOST = 1024
+"""Slots of one link, whatever its window: each is a mapping, of which Linux allows a process 65530
+in all, and at its bound of 1 GiB a link then still lends views of 1 MiB each."""
+
 _WASTE = 4
 """A slot this many times too large is only used where no other can be made."""
 
@@ -51,7 +55,7 @@ class SlotRing(Generic[_M]):
 
     Args:
         make: makes memory of so many bytes, a multiple of ``granule_bytes``.
-        most: how many slots there may be; at least 4 there are.
+        most: how many slots there may be; at least 4 there are, and never more than 1024.
         bound_bytes: how much memory all of them may take.
         granule_bytes: a power of two.
     """
@@ -64,7 +68,7 @@ class SlotRing(Generic[_M]):
         bound_bytes: int,
         granule_bytes: int = 4096,
     ) -> None:
-        self.most = max(most, 2 * _RESERVE)
+        self.most = min(max(most, 2 * _RESERVE), _MOST)
         self.largest_bytes = bound_bytes // _LARGEST_SHARE // granule_bytes * granule_bytes
         self._make = make
         self._bound_bytes = bound_bytes
@@ -109,7 +113,7 @@ class SlotRing(Generic[_M]):
 
     def grow(self, most: int) -> None:
         """There may be so many slots from now on, if that is more than before."""
-        self.most = max(self.most, most)
+        self.most = min(max(self.most, most), _MOST)
 
     def may_keep(self, slot: Slot[_M]) -> bool:
         """Whether the receiver may hold on to a slot that was taken; else it is to copy it out.
