@@ -119,6 +119,7 @@ class CupyOnDouble(Cupy):
         number: of the GPU that is current for torch.
     """
 
+    name = "cupy-on-double"
     # Made when this is imported, so that no test is blamed for what it holds.
     rt: ClassVar[CudaDouble] = CudaDouble(DoubleConfig())
     number: ClassVar[int] = 0

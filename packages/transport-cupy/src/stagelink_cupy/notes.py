@@ -1,0 +1,43 @@
+"""What the two ends say of slots: the sender that one is filled, the receiver that it is free."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+__all__ = ["Piece", "going_home"]
+
+_PIECE = struct.Struct("<IQ")
+_NUMBER = struct.Struct("<I")
+
+
+class Piece(NamedTuple):
+    """A slot that the sender has filled.
+
+    Attributes:
+        slot: its number.
+        size_bytes: how much of it is filled.
+    """
+
+    slot: int
+    size_bytes: int
+
+    def pack(self) -> bytes:
+        """As it travels."""
+        return _PIECE.pack(*self)
+
+    @classmethod
+    def unpack(cls, note: bytes) -> Piece:
+        """The other way.
+
+        Raises:
+            ValueError: it is no such note.
+        """
+        if len(note) != _PIECE.size:
+            raise ValueError(f"a note of {len(note)} bytes, not {_PIECE.size}")
+        return cls(*_PIECE.unpack(note))
+
+
+def going_home(slot: int) -> bytes:
+    """A note that says that a slot is free, for `stagelink.transport.leases.slots_home`."""
+    return _NUMBER.pack(slot)

@@ -1,0 +1,98 @@
+"""The sending end: the payload into slots, as they come home."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING
+
+from stagelink.transport.contract import FINISHED, Pending, Sender
+from stagelink.transport.leases import slots_home
+from stagelink.transport.slots import SlotRing
+from stagelink_cupy.notes import Piece
+from stagelink_cupy.passing import Passing, Way
+from stagelink_cupy.region import SLOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stagelink.transport.contract import Announce, Deadline, Message, Port
+    from stagelink_cupy.holding import Holding
+
+__all__ = ["CupySender"]
+
+
+class CupySender(Sender, Way):
+    """The sending end.
+
+    Args:
+        port: of the link.
+        holding: its memory, which the receiver has open.
+    """
+
+    def __init__(self, port: Port, holding: Holding) -> None:
+        self.port = port
+        self.region = holding.region
+        self._holding = holding
+        self._lock = threading.Lock()
+        self._short = False
+        numbers = itertools.count()
+        self._ring = SlotRing(
+            lambda _: next(numbers),
+            most=SLOTS,
+            bound_bytes=self.region.size_bytes,
+            granule_bytes=self.region.slot_bytes,  # so that all are alike and none is given up
+        )
+
+    def begin(self, message: Message, announce: Announce) -> Pending:
+        """Have the receiver get ready, and queue the first piece if there is a slot for it."""
+        announce()
+        if not message.header.payload_bytes:
+            return FINISHED
+        passing = Passing(self, message.payload)
+        passing.go_on()
+        return passing
+
+    def next(self, left_bytes: int) -> Piece | None:
+        """As much as a slot takes, if one is at home."""
+        with self._lock:
+            slot = self._ring.take(min(left_bytes, self.region.slot_bytes))
+            if slot is None:
+                self._short = True
+                return None
+        return Piece(slot.memory, min(left_bytes, self.region.slot_bytes))
+
+    def queue(self, piece: Piece, address: int) -> None:
+        """Into the slot."""
+        self.region.copy(piece.slot, self.region.address(piece.slot), address, piece.size_bytes)
+
+    def tell(self, piece: Piece) -> None:
+        """It is filled."""
+        self.port.note(piece.pack())
+
+    def wait(self, deadline: Deadline) -> None:
+        """For a slot to come home."""
+        if not self.port.wait(lambda: not self._short, deadline):
+            raise TimeoutError(f"no slot came home within {deadline.seconds:g} s")
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        """Slots have come home."""
+        del fds
+        try:
+            with self._lock:
+                for number, _ in slots_home(note):
+                    self._ring.give_back(number)
+                self._short = False
+        except ValueError as error:
+            self.port.fail(error)
+        else:
+            self.port.wake()
+
+    def abort(self, cause: BaseException) -> None:
+        """Whoever waits here looks again."""
+        del cause
+        self.port.wake()
+
+    def close(self, deadline: Deadline) -> None:
+        """Close what is the receiver's; the memory is given back when it has closed that."""
+        self._holding.close(deadline)
