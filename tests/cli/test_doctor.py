@@ -48,7 +48,8 @@ def test_the_table_has_versions_states_and_options(invoke: Invoke, site: Site) -
     assert text.startswith(f"stagelink {own}, torch {torch.__version__}, Python {python} ")
     assert f"loopback stagelink {own} usable rendezvous = False" in text
     assert "broken broken-dist 1.0 broken: distribution 'broken-dist' 1.0" in text
-    assert "Observers" not in text
+    assert "Observers" in text
+    assert f"prometheus stagelink-prometheus {own} usable" in text
 
 
 def test_versions_are_in_the_json(invoke: Invoke) -> None:

@@ -15,11 +15,11 @@ PROJECTS: dict[str, dict[str, Any]] = {
     for file in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 CORE = PROJECTS["core"]
-TRANSPORTS = {folder: PROJECTS[folder] for folder in PROJECTS if folder != "core"}
+PLUGINS = {folder: PROJECTS[folder] for folder in PROJECTS if folder != "core"}
 
 
-def test_there_is_a_transport_to_check() -> None:
-    assert TRANSPORTS
+def test_there_are_plugins_of_both_kinds_to_check() -> None:
+    assert {folder.partition("-")[0] for folder in PLUGINS} == {"transport", "observer"}
 
 
 @pytest.mark.parametrize("folder", PROJECTS)
@@ -29,22 +29,23 @@ def test_all_have_the_same_version_and_python(folder: str) -> None:
     assert project["requires-python"] == CORE["requires-python"]
 
 
-@pytest.mark.parametrize("folder", TRANSPORTS)
-def test_a_transport_requires_exactly_its_own_core(folder: str) -> None:
-    assert f"stagelink=={CORE['version']}" in TRANSPORTS[folder]["dependencies"]
+@pytest.mark.parametrize("folder", PLUGINS)
+def test_a_plugin_requires_exactly_its_own_core(folder: str) -> None:
+    assert f"stagelink=={CORE['version']}" in PLUGINS[folder]["dependencies"]
 
 
-@pytest.mark.parametrize("folder", TRANSPORTS)
-def test_core_offers_the_transport_as_an_extra(folder: str) -> None:
-    word = folder.removeprefix("transport-")
+@pytest.mark.parametrize("folder", PLUGINS)
+def test_core_offers_the_plugin_as_an_extra(folder: str) -> None:
+    word = folder.partition("-")[2]
     extra = CORE["optional-dependencies"][word]
-    assert extra == [f"{TRANSPORTS[folder]['name']}=={CORE['version']}"]
+    assert extra == [f"{PLUGINS[folder]['name']}=={CORE['version']}"]
 
 
-@pytest.mark.parametrize("folder", TRANSPORTS)
+@pytest.mark.parametrize("folder", PLUGINS)
 def test_the_entry_points_name_is_the_extras_name(folder: str) -> None:
-    points = TRANSPORTS[folder]["entry-points"]["stagelink.transports"]
-    assert list(points) == [folder.removeprefix("transport-")]
+    kind, _, word = folder.partition("-")
+    points = PLUGINS[folder]["entry-points"][f"stagelink.{kind}s"]
+    assert list(points) == [word]
 
 
 @pytest.mark.parametrize("folder", PROJECTS)

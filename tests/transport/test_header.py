@@ -14,6 +14,7 @@ from stagelink.errors import ProtocolError
 from stagelink.plan import DTYPES, MAX_DIMS
 from stagelink.transport.header import (
     HEADER_BYTES,
+    TRACE_BYTES,
     Direction,
     Flag,
     Header,
@@ -39,7 +40,7 @@ def headers(draw: st.DrawFn) -> Header:
         dtype.code,
         payload_bytes=prod(shape) * dtype.itemsize,
         shape=shape,
-        trace=draw(st.binary(min_size=16, max_size=16)),
+        trace=draw(st.binary(min_size=TRACE_BYTES, max_size=TRACE_BYTES)),
     )
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 
 from stagelink.errors import PluginError
 from stagelink.transport import hooks
 from stagelink.transport.contract import Link
-from stagelink.transport.events import Event, LinkCounters
-from stagelink.transport.header import Direction
+from stagelink.transport.events import Event, EventName, LinkCounters
+from stagelink.transport.header import NO_TRACE, TRACE_BYTES, Direction, Header, MessageKind
 from stagelink.transport.hooks import hookimpl
 from stagelink.transport.inspection import plugin_problems
 from stagelink.transport.plugins import Plugins
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tests.support.site import Site
 
 LINK = Link(0, 1, "fast", "cpu")
-EVENT = Event("send", LINK, "hidden", Direction.FORWARD, 3, 0, 64, 0.5)
+EVENT = Event("send", LINK, "hidden", Direction.FORWARD, 3, 0, 64, 0.5, 100.0, NO_TRACE)
 
 
 class Watcher:
@@ -71,7 +72,7 @@ def specifications() -> list[str]:
 
 
 def test_every_hook_is_exported_and_says_when_it_runs() -> None:
-    assert len(specifications()) == 5
+    assert len(specifications()) == 6
     for name in specifications():
         assert name in hooks.__all__
         assert "Called" in (inspect.getdoc(getattr(hooks, name)) or "")
@@ -203,6 +204,61 @@ def test_c120_a_disabled_observer_is_kept_out(site: Site, monkeypatch: pytest.Mo
     monkeypatch.setenv("STAGELINK_DISABLE_PLUGINS", "all")
     with pytest.raises(PluginError, match=r"observer 'watch' of .* is disabled"):
         Plugins().load_observers(["watch"])
+
+
+# Traces
+
+
+class Tracer:
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+        self.asked: list[tuple[object, ...]] = []
+
+    @hookimpl
+    def stagelink_trace(
+        self, link: Link, edge: str, direction: Direction, microbatch: int, session: int
+    ) -> object:
+        self.asked.append((link, edge, direction, microbatch, session))
+        return self.answer
+
+
+HEADER = Header(MessageKind.GRAD, Direction.BACKWARD, session=2, edge=1, microbatch=7)
+
+
+def test_traces_are_given_only_where_somebody_implements_the_hook() -> None:
+    assert not Relay().gives_traces
+    assert not Plugins(observers=[Watcher()]).hooks.gives_traces
+    assert Plugins(observers=[Tracer(None)]).hooks.gives_traces
+
+
+def test_the_first_trace_is_taken_and_the_others_are_not_asked() -> None:
+    trace = bytes(range(TRACE_BYTES))
+    first, second, third = Tracer(NO_TRACE), Tracer(trace), Tracer(None)
+    relay = Plugins(observers=[first, second, third]).hooks
+    assert relay.trace(LINK, "hidden", HEADER) == trace
+    assert second.asked == third.asked == [(LINK, "hidden", Direction.BACKWARD, 7, 2)]
+    assert first.asked == []
+
+
+def test_no_opinion_is_no_trace() -> None:
+    assert Plugins(observers=[Tracer(None)]).hooks.trace(LINK, "hidden", HEADER) == NO_TRACE
+
+
+@pytest.mark.parametrize("answer", [b"", bytes(TRACE_BYTES + 1), "x" * TRACE_BYTES, 7])
+def test_what_is_no_trace_is_refused(answer: object) -> None:
+    relay = Plugins(observers=[Tracer(answer)]).hooks
+    with pytest.raises(
+        PluginError,
+        match=r"stagelink_trace of .*Tracer.* answered .*; a trace context is 25 bytes",
+    ):
+        relay.trace(LINK, "hidden", HEADER)
+
+
+@pytest.mark.parametrize("name", get_args(EventName))
+def test_an_event_is_of_the_rank_that_sends_or_receives(name: EventName) -> None:
+    event = replace(EVENT, name=name)
+    sends = name in ("send", "wait_window")
+    assert (event.rank, event.peer) == ((0, 1) if sends else (1, 0))
 
 
 # Choosing

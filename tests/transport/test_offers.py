@@ -65,7 +65,9 @@ def test_c092_a_transport_that_cannot_be_used_here_says_why(site: Site) -> None:
             return Verdict(False, "this torch was built without NCCL")
         """
     site.transport("nickel", refusal)
-    assert offer_of("nickel") == Offer("unusable", "this torch was built without NCCL", CAPABILITIES)
+    assert offer_of("nickel") == Offer(
+        "unusable", "this torch was built without NCCL", CAPABILITIES
+    )
 
 
 def test_a_transport_for_other_devices_is_not_asked_to_describe_itself(site: Site) -> None:

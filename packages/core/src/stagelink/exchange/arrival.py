@@ -37,6 +37,7 @@ class Arrival:
         key: what it is found by.
         peer: who sent it.
         link: the link that carries its payload; None when it came inline or has none.
+        after: what must be done before anything is written there, on a device with streams.
         buffer: where its receiver wants the payload, flat uint8 of its size; None: wherever.
         moment: when the payload is there, on a device with streams; else None.
         payload: its bytes once `settled`: flat uint8, or bytes where it came inline; None for a
@@ -48,6 +49,7 @@ class Arrival:
 
     __slots__ = (
         "abandoned",
+        "after",
         "buffer",
         "header",
         "key",
@@ -64,6 +66,7 @@ class Arrival:
         self.key = Key(header.session, header.edge, header.direction, header.microbatch)
         self.peer = peer
         self.link: InLink | None = None
+        self.after: Moment | None = None
         self.buffer: torch.Tensor | None = None
         self.moment: Moment | None = None
         self.payload: torch.Tensor | bytes | None = None

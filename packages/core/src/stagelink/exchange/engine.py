@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,17 +16,15 @@ from stagelink.transport.events import Event
 
 if TYPE_CHECKING:
     from stagelink.control.rendezvous import Rendezvous
-    from stagelink.exchange.arrival import Key
     from stagelink.plan import Plan
     from stagelink.schedule import Verdict
     from stagelink.transport.contract import Deadline, Link
     from stagelink.transport.events import EventName
+    from stagelink.transport.header import Header
     from stagelink.transport.offers import Survey
     from stagelink.transport.plugins import Plugins
 
 __all__ = ["Engine"]
-
-logger = logging.getLogger("stagelink")
 
 
 class Engine(Joint):
@@ -59,8 +56,9 @@ class Engine(Joint):
         super().__init__(plan, rank, plugins, rendezvous, hosts_store=hosts_store)
         self.on_close: list[Callable[[], None]] = []
         observe = self._observe if plugins.hooks.wants_events else None
+        trace = self._trace if plugins.hooks.gives_traces else None
         endings = Endings(self.plane, followers_of(plan, rank), siblings_of(plan, rank))
-        self.mail = Mail(self.plane, plan.control.inline_bytes, observe, endings)
+        self.mail = Mail(self.plane, plan.control.inline_bytes, observe, trace, endings)
         self.openings = Openings(self.plane)
         self.reducer = Reducer(self.plane, spanning_tree(self._neighbours, rank))
         self.wire(Ways(self.mail.out.ways, self.mail.into.ways, self.mail.into.on_settled))
@@ -71,9 +69,7 @@ class Engine(Joint):
         windows = [*map(max, verdict.windows, verdict.forward_windows)]
         self.wiring.enter(windows)
         self.wiring.open(found.transports, deadline)
-        for link in self.wiring.links:
-            self._plugins.hooks.link_opened(link)
-            logger.debug("rank %d: opened %s", self.rank, link)
+        self.tell_opened()
 
     def let_go(self) -> None:
         """See `Joint.let_go`."""
@@ -82,17 +78,21 @@ class Engine(Joint):
         self.mail.abandon()
 
     def _observe(
-        self, name: EventName, link: Link, key: Key, payload_bytes: int, seconds: float
+        self, name: EventName, link: Link, header: Header, seconds: float, ended_s: float
     ) -> None:
-        edge = self.plan.edges[key.edge]
         event = Event(
             name,
             link,
-            edge.name,
-            key.direction,
-            key.microbatch,
-            key.session,
-            payload_bytes,
+            self.plan.edges[header.edge].name,
+            header.direction,
+            header.microbatch,
+            header.session,
+            header.payload_bytes,
             seconds,
+            ended_s,
+            header.trace,
         )
         self._plugins.hooks.event(event)
+
+    def _trace(self, link: Link, header: Header) -> bytes:
+        return self._plugins.hooks.trace(link, self.plan.edges[header.edge].name, header)

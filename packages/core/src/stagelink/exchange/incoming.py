@@ -163,7 +163,7 @@ class Incoming:
             raise RefusedError(
                 f"from rank {way.peer}, {key} of edge {way.edge.name!r}: {arrival.refusal}"
             )
-        self._count(way, key, arrival, arrived - began, time.monotonic() - arrived)
+        self._count(way, arrival, began, arrived)
         way.link.hand_over(arrival)
         return arrival
 
@@ -229,27 +229,34 @@ class Incoming:
                 raise
             except StagelinkError as error:
                 self._plane.raise_blamed(error)
+            if deadline.passed and not ready():
+                raise DeadlineError(self._missing(way, key, deadline, what))
 
-    def _count(
-        self, way: WayIn, key: Key, arrival: Arrival, peer_wait_s: float, wire_wait_s: float
-    ) -> None:
-        counters, size_bytes = way.counters, arrival.header.payload_bytes
+    def _count(self, way: WayIn, arrival: Arrival, began: float, arrived: float) -> None:
+        ended = time.monotonic()
+        peer_wait_s, wire_wait_s = arrived - began, ended - arrived
+        counters, header = way.counters, arrival.header
         counters.messages += 1
-        counters.payload_bytes += size_bytes
+        counters.payload_bytes += header.payload_bytes
         counters.peer_wait_s += peer_wait_s
         counters.wire_wait_s += wire_wait_s
-        if arrival.header.inline:
+        if header.inline:
             counters.inline_messages += 1
         if self._observe is not None:
-            self._observe("wait_peer", way.link.link, key, size_bytes, peer_wait_s)
-            self._observe("wait_wire", way.link.link, key, size_bytes, wire_wait_s)
-            self._observe("recv", way.link.link, key, size_bytes, peer_wait_s + wire_wait_s)
+            link = way.link.link
+            self._observe("wait_peer", link, header, peer_wait_s, arrived)
+            self._observe("wait_wire", link, header, wire_wait_s, ended)
+            self._observe("recv", link, header, ended - began, ended)
 
     def here(self, way: WayIn, key: Key) -> bool:
         """Whether a message could be received now without waiting for the peer."""
         with self._plane.lock:
             arrival = self.inbox.get(key)
-            return arrival is not None and (arrival.settled or way.link.finishes_in_caller)
+        if arrival is None:
+            return False
+        if not arrival.settled and way.link.drivable:
+            way.link.drain()  # whoever asks does not wait, so a worker does
+        return arrival.settled
 
     def _arrived(self, way: WayIn, key: Key) -> bool:
         if key in self.inbox:

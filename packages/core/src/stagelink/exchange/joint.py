@@ -74,6 +74,7 @@ class Joint:
         self._plugins = plugins
         self._hosts_store = hosts_store
         self._transports: Mapping[str, Transport] = {}
+        self._told: list[Link] = []
         self._neighbours = neighbours(plan)
         self.plane = Plane(rank)
         self.plane.poller.spin_s = plan.control.spin_us * 1e-6
@@ -149,6 +150,13 @@ class Joint:
             steps.callback(self.wiring.close, deadline)
         return lost
 
+    def tell_opened(self) -> None:
+        """Tell the observers of every link; who was told is told when it is closed."""
+        for link in self.wiring.links:
+            self._told.append(link)
+            self._plugins.hooks.link_opened(link)
+            logger.debug("rank %d: opened %s", self.rank, link)
+
     def let_go(self) -> None:
         """Nobody sends or asks for anything any more; called when closing begins."""
 
@@ -169,8 +177,8 @@ class Joint:
             self.rendezvous.wait_left(Deadline(_ABORT_KEY_S) if failed else deadline)
 
     def _tell_closed(self) -> None:
-        for link, counters in self.wiring.counters.items():
-            self._plugins.hooks.link_closed(link, counters)
+        for link in self._told:
+            self._plugins.hooks.link_closed(link, self.wiring.counters[link])
 
     def _drain(self, deadline: Deadline) -> dict[Link, int]:
         try:

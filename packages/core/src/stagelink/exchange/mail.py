@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stagelink.control.plane import Plane
     from stagelink.exchange.arrival import Key
     from stagelink.exchange.endings import Endings
-    from stagelink.exchange.ways import Observe
+    from stagelink.exchange.ways import Observe, Trace
     from stagelink.plan import Edge
 
 __all__ = ["Mail"]
@@ -33,6 +33,7 @@ class Mail:
         plane: this rank's control plane.
         inline_bytes: payloads up to this size travel in the header's frame.
         observe: called with each event; None where nobody observes.
+        trace: asked for the trace context of each message that is sent; None: they carry none.
         endings: which sessions that were opened until the end have ended.
 
     Attributes:
@@ -46,11 +47,12 @@ class Mail:
         plane: Plane,
         inline_bytes: int,
         observe: Observe | None,
+        trace: Trace | None,
         endings: Endings,
     ) -> None:
         self._plane = plane
         self._presence = Presence(plane, endings)
-        self.out = Outgoing(plane, self._presence, inline_bytes, observe)
+        self.out = Outgoing(plane, self._presence, inline_bytes, observe, trace)
         self.into = Incoming(plane, self._presence, self.out, observe, endings)
         self.endings = endings
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stagelink.exchange.arrival import Key
     from stagelink.exchange.out_link import OutLink, SendJob
     from stagelink.exchange.presence import Presence
-    from stagelink.exchange.ways import Observe, WayOut
+    from stagelink.exchange.ways import Observe, Trace, WayOut
     from stagelink.exchange.window import Window
     from stagelink.plan import Edge
     from stagelink.transport.contract import Deadline
@@ -37,6 +37,7 @@ class Outgoing:
         presence: who can still take it.
         inline_bytes: payloads up to this size travel in the header's frame.
         observe: called with each event; None where nobody observes.
+        trace: asked for each message's trace context; None: they carry none.
 
     Attributes:
         inline_bytes: as given.
@@ -44,12 +45,18 @@ class Outgoing:
     """
 
     def __init__(
-        self, plane: Plane, presence: Presence, inline_bytes: int, observe: Observe | None
+        self,
+        plane: Plane,
+        presence: Presence,
+        inline_bytes: int,
+        observe: Observe | None,
+        trace: Trace | None,
     ) -> None:
         self.inline_bytes = inline_bytes
         self._plane = plane
         self._presence = presence
         self._observe = observe
+        self._trace = trace
         self.ways: dict[tuple[int, Direction, int], WayOut] = {}
         plane.handle(MessageKind.CREDIT, self._on_credit)
 
@@ -103,22 +110,25 @@ class Outgoing:
         Raises:
             DeadlineError: no place came free.
             PeerClosedError: the peer has left the session or closed.
-            StagelinkError: the handler failed or was closed.
+            StagelinkError: the handler failed or was closed, or an observer failed.
         """
         self._plane.check()
         self._plane.turns.touch()
+        if self._trace is not None:
+            job.header = job.header._replace(trace=self._trace(way.link.link, job.header))
         window = way.window
         waits = not (window is None or self._place_now(way, window, key))
         if window is None or not waits:
-            self._start(way, key, job, copy=copy)
+            self._start(way, job, copy=copy)
         elif deadline is None:
             self._park(way, window, key, job, copy=copy)
         else:
-            self._wait_place(way, window, key, deadline)
-            self._start(way, key, job, copy=copy)
+            waited_s = self._wait_place(way, window, key, deadline)
+            self._event("wait_window", way, job.header, waited_s)
+            self._start(way, job, copy=copy)
         return waits and deadline is not None
 
-    def _wait_place(self, way: WayOut, window: Window, key: Key, deadline: Deadline) -> None:
+    def _wait_place(self, way: WayOut, window: Window, key: Key, deadline: Deadline) -> float:
         began = time.monotonic()
         if not self._plane.wait(partial(self._place_now, way, window, key), deadline):
             raise DeadlineError(
@@ -130,7 +140,7 @@ class Outgoing:
             )
         waited = time.monotonic() - began
         way.counters.window_wait_s += waited
-        self._event("wait_window", way, key, 0, waited)
+        return waited
 
     def _place_now(self, way: WayOut, window: Window, key: Key) -> bool:
         with self._plane.lock:
@@ -151,7 +161,7 @@ class Outgoing:
 
     def _park(self, way: WayOut, window: Window, key: Key, job: SendJob, *, copy: bool) -> None:
         way.link.detach(job, copy=copy)
-        start = partial(self._start, way, key, job, copy=False)
+        start = partial(self._start, way, job, copy=False)
         with self._plane.lock:
             # A place may have come free since; then nobody would start what is parked now.
             place = self._place_now(way, window, key)
@@ -160,7 +170,7 @@ class Outgoing:
         if place:
             start()
 
-    def _start(self, way: WayOut, key: Key, job: SendJob, *, copy: bool) -> None:
+    def _start(self, way: WayOut, job: SendJob, *, copy: bool) -> None:
         job.started = True
         payload = job.payload
         if not isinstance(payload, torch.Tensor):
@@ -175,7 +185,7 @@ class Outgoing:
                 self._plane.raise_blamed(error)
         way.counters.messages += 1
         way.counters.payload_bytes += job.header.payload_bytes
-        self._event("send", way, key, job.header.payload_bytes, 0.0)
+        self._event("send", way, job.header, 0.0)
 
     def wait_sent(self, ready: Callable[[], bool], deadline: Deadline) -> None:
         """Block until ``ready``: the memory of what was sent is the caller's again.
@@ -217,8 +227,6 @@ class Outgoing:
             raise ProtocolError(f"a credit for edge {header.edge}, which does not go there")
         self.release(way, header.session, header.microbatch)
 
-    def _event(
-        self, name: EventName, way: WayOut, key: Key, size_bytes: int, seconds: float
-    ) -> None:
+    def _event(self, name: EventName, way: WayOut, header: Header, seconds: float) -> None:
         if self._observe is not None:
-            self._observe(name, way.link.link, key, size_bytes, seconds)
+            self._observe(name, way.link.link, header, seconds, time.monotonic())

@@ -227,7 +227,8 @@ class Session:
 
         The tensor is the caller's own: contiguous, a leaf, never written again by the library. It
         requires a gradient exactly when the sender's does, in training, on a tensor whose plan
-        entry has ``grad``; then `send_grad` is owed for it.
+        entry has ``grad``; then `send_grad` is owed for it. It cannot be resized in place
+        (``resize_``): its memory may be the transport's, where there is no more.
 
         Args:
             name: a tensor of the plan that this stage consumes.
@@ -343,12 +344,13 @@ class Session:
         key = Key(self.number, edge.index, Direction.FORWARD, microbatch)
         check = partial(check_contract, edge) if edge.tensor.has_contract else None
         job = self._job(ways, key, tensor, check)
-        header, payload = job.header, job.payload
+        header = job.header
         jobs = [job]
         for way in ways[1:]:
             # Every consumer's message is the same but for its edge, and for where it is carried.
             if way.link.lane.device == ways[0].link.lane.device:
-                jobs.append(SendJob(header._replace(edge=way.edge.index), payload))
+                same = header._replace(edge=way.edge.index)
+                jobs.append(SendJob(same, job.payload, private=job.private))
             else:
                 jobs.append(self._job([way], key._replace(edge=way.edge.index), tensor, check))
         for way, own in zip(ways, jobs, strict=True):

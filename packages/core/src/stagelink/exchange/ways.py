@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.exchange.arrival import Key
-
 if TYPE_CHECKING:
     from stagelink.exchange.arrival import Arrival
     from stagelink.exchange.in_link import InLink
@@ -16,12 +14,15 @@ if TYPE_CHECKING:
     from stagelink.plan import Edge
     from stagelink.transport.contract import Link
     from stagelink.transport.events import EventName, LinkCounters
-    from stagelink.transport.header import Direction
+    from stagelink.transport.header import Direction, Header
 
-__all__ = ["Observe", "WayIn", "WayOut", "Ways"]
+__all__ = ["Observe", "Trace", "WayIn", "WayOut", "Ways"]
 
-Observe = Callable[["EventName", "Link", Key, int, float], None]
-"""Tell observers: event, link, key, payload bytes, seconds."""
+Observe = Callable[["EventName", "Link", "Header", float, float], None]
+"""Tell observers: event, link, the message's header, seconds, and when it ended."""
+
+Trace = Callable[["Link", "Header"], bytes]
+"""Ask observers for the trace context of a message that a link is to carry."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

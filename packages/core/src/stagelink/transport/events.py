@@ -19,6 +19,8 @@ waited for room at the receiver. ``wait_peer``: a receive waited for the peer to
 ``wait_wire``: a message that was announced waited for its payload.
 """
 
+_OF_SENDER = frozenset({"send", "wait_window"})
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -31,8 +33,11 @@ class Event:
         direction: forward for an activation, backward for a gradient.
         microbatch: global id of the microbatch.
         session: number of the session on this handler, from 0.
-        payload_bytes: size of the message; 0 where a wait ended before that was known.
+        payload_bytes: size of the message.
         seconds: how long the step took.
+        ended_s: when it ended, by `time.monotonic`.
+        trace: what the sender's `stagelink_trace` gave for the message; `NO_TRACE` where nobody
+            implements it there.
     """
 
     name: EventName
@@ -43,6 +48,18 @@ class Event:
     session: int
     payload_bytes: int
     seconds: float
+    ended_s: float
+    trace: bytes
+
+    @property
+    def rank(self) -> int:
+        """The rank whose step it is."""
+        return self.link.source if self.name in _OF_SENDER else self.link.target
+
+    @property
+    def peer(self) -> int:
+        """The rank at the link's other end."""
+        return self.link.target if self.name in _OF_SENDER else self.link.source
 
 
 @dataclass(slots=True)

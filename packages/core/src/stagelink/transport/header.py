@@ -23,7 +23,7 @@ reserved    1     0
 note        4     bytes of the note that follows the header
 payload     8     bytes of the payload, inline or by the transport
 shape       64    8 signed sizes
-trace       16    trace id of the message, 0 when tracing is off
+trace       25    trace context of the message (`TRACE_BYTES`), 0 when tracing is off
 ==========  ====  =============================================================
 """
 
@@ -37,13 +37,32 @@ from typing import NamedTuple
 from stagelink.errors import ProtocolError
 from stagelink.plan.dtypes import DTYPE_BY_CODE, MAX_DIMS, DType
 
-__all__ = ["HEADER_BYTES", "VERSION", "Direction", "Flag", "Header", "MessageKind"]
+__all__ = [
+    "HEADER_BYTES",
+    "NO_TRACE",
+    "TRACE_BYTES",
+    "VERSION",
+    "Direction",
+    "Flag",
+    "Header",
+    "MessageKind",
+]
 
 MAGIC = b"SLNK"
 VERSION = 1
 MAX_INLINE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 16 * 1024 * 1024
-_LAYOUT = struct.Struct("<4sBBBBIIqQHBBBBIQ8q16s")
+TRACE_BYTES = 25
+"""Size of a message's trace context, which core carries and does not look into.
+
+Observers of one job must agree on it. What is meant, in W3C Trace Context's terms: the trace id
+(16 bytes), the id of the sender's span (8) and the trace flags (1).
+"""
+
+NO_TRACE = bytes(TRACE_BYTES)
+"""The trace context of a message that has none."""
+
+_LAYOUT = struct.Struct(f"<4sBBBBIIqQHBBBBIQ8q{TRACE_BYTES}s")
 HEADER_BYTES = _LAYOUT.size
 _NO_DIMS = (0,) * MAX_DIMS
 
@@ -106,7 +125,7 @@ class Header(NamedTuple):
     note_bytes: int = 0
     payload_bytes: int = 0
     shape: tuple[int, ...] = ()
-    trace: bytes = bytes(16)
+    trace: bytes = NO_TRACE
 
     @property
     def dtype(self) -> DType:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from stagelink.transport.contract import Link, Transport
     from stagelink.transport.events import Event, LinkCounters
+    from stagelink.transport.header import Direction
 
 __all__ = [
     "PROJECT",
@@ -31,6 +32,7 @@ __all__ = [
     "stagelink_link_opened",
     "stagelink_register_transport",
     "stagelink_select_transport",
+    "stagelink_trace",
 ]
 
 PROJECT = "stagelink"
@@ -124,4 +126,31 @@ def stagelink_event(event: Event) -> None:
 
     Args:
         event: frozen; may be kept.
+    """
+
+
+@hookspec(firstresult=True)
+def stagelink_trace(
+    link: Link, edge: str, direction: Direction, microbatch: int, session: int
+) -> bytes | None:
+    """Give the trace context that a message is to carry to its receiver.
+
+    Called in the thread that sends, once per message and receiver, when nothing is wrong with the
+    message and before it waits for a place. What is given travels in the message's header and is
+    in each of its events, on both ranks. Calling stops at the first plugin that does not return
+    None. The message waits meanwhile; an exception comes out of the call that sends it, which then
+    is not sent.
+
+    Without an implementation messages carry none, and nothing is asked.
+
+    Args:
+        link: the link that is to carry the message; its source is this rank.
+        edge: name of the edge.
+        direction: forward for an activation, backward for a gradient.
+        microbatch: global id of the microbatch.
+        session: number of the session on this handler, from 0.
+
+    Returns:
+        `stagelink.transport.header.TRACE_BYTES` bytes, which core does not look into; anything
+        else is an error. None: no opinion.
     """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagelink.errors import PluginError
 from stagelink.plan.problems import quoted
+from stagelink.transport.header import NO_TRACE, TRACE_BYTES
 from stagelink.transport.inspection import new_manager
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from stagelink.transport.contract import Link
     from stagelink.transport.events import Event, LinkCounters
+    from stagelink.transport.header import Header
 
 __all__ = ["Relay"]
 
@@ -35,6 +37,11 @@ class Relay:
     def wants_events(self) -> bool:
         """Whether anybody implements `stagelink_event`; if nobody does, make no event."""
         return bool(self._manager.hook.stagelink_event.get_hookimpls())
+
+    @property
+    def gives_traces(self) -> bool:
+        """Whether anybody implements `stagelink_trace`; if nobody does, ask for no trace."""
+        return bool(self._manager.hook.stagelink_trace.get_hookimpls())
 
     def select_transport(self, link: Link, candidates: Sequence[str]) -> str | None:
         """Ask the plugins to choose among the candidates; None where none has an opinion.
@@ -74,6 +81,30 @@ class Relay:
             PluginError: one of them raised.
         """
         self._call("stagelink_event", event=event)
+
+    def trace(self, link: Link, edge: str, header: Header) -> bytes:
+        """Ask for the trace context of a message; `NO_TRACE` where none is given.
+
+        Raises:
+            PluginError: a plugin raised, or answered with something else than such a context.
+        """
+        hook = "stagelink_trace"
+        answer: object = self._call(
+            hook,
+            link=link,
+            edge=edge,
+            direction=header.direction,
+            microbatch=header.microbatch,
+            session=header.session,
+        )
+        if answer is None:
+            return NO_TRACE
+        if isinstance(answer, bytes) and len(answer) == TRACE_BYTES:
+            return answer
+        raise PluginError(
+            f"{hook} of {self._implementers(hook)} answered {answer!r}; a trace context is "
+            f"{TRACE_BYTES} bytes"
+        )
 
     def _call(self, hook: str, **arguments: object) -> Any:
         try:
