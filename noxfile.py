@@ -69,17 +69,19 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build every package, install the wheels where nothing else is, and try them."""
+    """Build every package and the example of a transport, install the wheels, and try them."""
     session.install(*CONSTRAINTS, *_group("build"))
     shutil.rmtree("dist", ignore_errors=True)
     for package in PACKAGES:  # the wheel is made from the sdist, so both are tried
         session.run("python", "-m", "build", "--no-isolation", "--outdir=dist", package)
+    example = "examples/third_party_transport"
+    session.run("python", "-m", "build", "--no-isolation", "--wheel", "--outdir=dist", example)
     clean = Path(session.create_tmp(), "clean")
     session.run("python", "-m", "venv", "--clear", str(clean))
     wheels = map(str, Path("dist").glob("*.whl"))
     python = [str(clean / "bin" / "python"), "-I"]  # isolated: not from this folder
     install = ["-m", "pip", "install", "--quiet", *CONSTRAINTS]
-    session.run(*python, *install, *wheels, external=True)
+    session.run(*python, *install, *wheels, "pytest", external=True)
     session.run(*python, ".ci/try_installed.py", external=True)
 
 

@@ -1,4 +1,4 @@
-"""Try the installed packages: the command line, and one tensor from rank to rank and back."""
+"""Try the installed packages: commands, one tensor there and back, a transport of others."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ to = ["last"]
 """
 
 
+EXAMPLE = "plaintcp"
+"""The transport of examples/third_party_transport, found by its entry point."""
+
+SHORT = "declares or probe or nothing_is_lost or breaks_off or close_leaves"
+"""The conformance tests that are run against it: pytest, too, finds them by an entry point."""
+
+
 def train(rank: int, world_size: int, store: Store, plan: stagelink.Plan) -> float:
     """Send ones forward and what came back doubled; the sum of the gradients on rank 0."""
     total = 0.0
@@ -66,6 +73,9 @@ def main() -> None:
         file.write_text(PLAN)
         subprocess.run([command, "plan", file], check=True)
         totals = run_threads(train, 2, stagelink.Plan.load(file))
+        kit = ["pytest", "--pyargs", "stagelink.testing", "-q", "-p", "no:cacheprovider"]
+        chosen = ["--stagelink-transport", EXAMPLE, "-k", SHORT]
+        subprocess.run([sys.executable, "-I", "-m", *kit, *chosen], cwd=folder, check=True)
     if totals != [12.0, 0.0]:
         sys.exit(f"wrong gradients: {totals}")
 

@@ -11,6 +11,7 @@ import torch
 
 from stagelink.errors import UsageError
 from stagelink.testing.faults import Corrupt, Fail, Gate, Hold, Point, faulty
+from stagelink.testing.subject import Subject
 from stagelink.transport.contract import (
     API_VERSION,
     FINISHED,
@@ -27,10 +28,14 @@ from stagelink.transport.contract import (
 )
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.validation import transport_problems
+from stagelink_gloo import Gloo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.distributed import Store
+
+    from stagelink.testing import RankPool
     from stagelink.transport.contract import Announce, Port
 
 NO_PORT = cast("Port", None)
@@ -240,6 +245,28 @@ def test_abort_wakes_the_wait_for_a_lost_message() -> None:
         pending.finish(deadline)
     assert not deadline.passed
     aborting.join()
+
+
+def carry_three(rank: int, world_size: int, store: Store) -> list[bool]:
+    torn = faulty(Gloo, Corrupt(message=1, link=(0, 1)), name="torn")
+    subject = Subject("torn", (torn,), {"interface": "lo"})
+    same = []
+    with (
+        subject.connect(subject.plan(), rank, world_size, store) as comm,
+        comm.evaluate(3) as session,
+    ):
+        for number in session.mine:
+            sent = torch.full((30_000,), float(number))
+            if rank == 0:
+                session.send("e0", sent, number)
+            else:
+                got = session.recv("e0", number)
+                same.append(got is not None and torch.equal(got, sent))
+    return same
+
+
+def test_a_transport_that_tells_what_is_sent_can_be_wrapped(rank_pool: RankPool) -> None:
+    assert rank_pool.run(carry_three, 2)[1] == [True, False, True]
 
 
 def test_a_begin_cannot_be_held() -> None:

@@ -8,27 +8,48 @@ A transport's own test is ten lines::
         transport = MyTransport      # the class, or the name of an installed one
         options = {"interface": "lo"}
 
+An installed one needs no line at all::
+
+    pytest --pyargs stagelink.testing --stagelink-transport mine
+
 Ranks are threads of the test's process where the transport says ``same_process``, else processes.
-Every message goes by the transport: nothing is inline.
+Every message goes by the transport: nothing is inline. In every test the transport is under watch,
+see `stagelink.testing.watch`. What a transport cannot do by its capabilities, or not on this
+machine, is skipped with the reason.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar, TypeVarTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, TypeVarTuple
 
-import pytest
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "the conformance tests need pytest: pip install 'stagelink[testing]'", name="pytest"
+    ) from error
+
+import torch
 
 from stagelink.testing import drivers
-from stagelink.testing.drivers import Subject
+from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.pool import RankPool
 from stagelink.testing.ranks import run_fresh
+from stagelink.testing.scenes import NOTHING_TO_WAIT_FOR, Scene, plays_scene
+from stagelink.testing.subject import Subject
 from stagelink.testing.threads import run_threads
 from stagelink.transport.contract import Capabilities, Link, Place, Transport, Verdict
 from stagelink.transport.options import parse_options
 from stagelink.transport.plugins import Plugins
 from stagelink.transport.validation import transport_problems
+
+if TYPE_CHECKING:
+    from stagelink.testing.programs import Pass
 
 __all__ = ["TransportConformance"]
 
@@ -36,6 +57,8 @@ _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 _TOLD_S = 10.0
 _SIZES_BYTES = (1, 0, 3, 4095, 65_537, 64, 1_048_579, 8, 20_000_003, 2)
+_MESSAGES = 30
+_PROGRAMS = 5
 
 
 class TransportConformance:
@@ -58,47 +81,58 @@ class TransportConformance:
         with RankPool() as pool:
             yield pool
 
-    @pytest.fixture
-    def run(self, rank_pool: RankPool) -> Callable[..., Any]:
-        """Run a driver on two ranks, and give back what each returned."""
+    @pytest.fixture(scope="class")
+    @classmethod
+    def declared(cls) -> Subject:
+        """The transport as the class declares it, whether or not it can be used here."""
+        if isinstance(cls.transport, str):
+            return Subject(cls.transport, (), cls.options)
+        return Subject(cls.transport.name, (cls.transport,), cls.options)
 
-        def run(driver: Callable[..., _T], *args: Any) -> list[_T]:
-            if self._capabilities().same_process:
-                return run_threads(driver, 2, self._subject(), *args)
-            return rank_pool.run(driver, 2, self._subject(), *args)
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, declared: Subject) -> Subject:
+        """The transport, ready for use; skips what needs it where this machine cannot use it."""
+        transport = declared.transport()
+        verdict = transport.probe(parse_options(transport, dict(declared.options)))
+        if not verdict.ok:
+            pytest.skip(f"{declared.name!r} cannot be used here: {verdict.reason}")
+        devices = transport.capabilities.devices
+        device = next((kind for kind in ("cpu", "cuda") if kind in devices and _has(kind)), None)
+        if device is None:
+            pytest.skip(f"{declared.name!r} carries tensors of {sorted(devices)} only: none here")
+        return replace(declared, device=device)
+
+    @pytest.fixture
+    def run(self, subject: Subject, rank_pool: RankPool) -> Callable[..., Any]:
+        """Run a driver on ranks, two if nothing else is said; gives what each returned."""
+
+        def run(driver: Callable[..., _T], *args: Any, ranks: int = 2, **how: Any) -> list[_T]:
+            played = replace(subject, **how)
+            if _capabilities(subject).same_process:
+                return run_threads(driver, ranks, played, *args)
+            return rank_pool.run(driver, ranks, played, *args)
 
         return run
 
-    def _subject(self) -> Subject:
-        if isinstance(self.transport, str):
-            return Subject(self.transport, (), self.options)
-        return Subject(self.transport.name, (self.transport,), self.options)
-
-    def _class(self) -> type[Transport]:
-        if isinstance(self.transport, str):
-            return Plugins().load(self.transport)
-        return self.transport
-
-    def _capabilities(self) -> Capabilities:
-        return self._class().capabilities
-
     # -- what it declares
 
-    def test_declares_what_the_contract_asks_for(self) -> None:
+    def test_declares_what_the_contract_asks_for(self, declared: Subject) -> None:
         """Name, version and methods are such that core takes the class."""
-        assert transport_problems(self._class()) == []
+        (cls,) = declared.classes or (Plugins().load(declared.name),)
+        assert transport_problems(cls) == []
 
-    def test_probe_says_yes_or_gives_a_reason(self) -> None:
+    def test_probe_says_yes_or_gives_a_reason(self, declared: Subject) -> None:
         """A probe neither raises nor leaves the reason out."""
-        cls = self._class()
-        verdict = cls.probe(parse_options(cls, dict(self.options)))
+        cls = declared.transport()
+        verdict = cls.probe(parse_options(cls, dict(declared.options)))
         assert isinstance(verdict, Verdict)
         assert verdict.ok or verdict.reason
 
-    def test_can_connect_is_symmetric(self) -> None:
+    def test_can_connect_is_symmetric(self, subject: Subject) -> None:
         """Both ends judge a link alike."""
-        cls = self._class()
-        transport = cls(parse_options(cls, dict(self.options)))
+        cls = subject.transport()
+        transport = cls(parse_options(cls, dict(subject.options)))
         here = Place(0, "server a", "process a", transport.describe())
         for there in (
             Place(1, "server a", "process b", {}),
@@ -114,36 +148,114 @@ class TransportConformance:
         """Every dtype, shape and layout arrives bit by bit, forward and back."""
         run(drivers.sends_values)
 
-    def test_sizes_and_order(self, run: Callable[..., Any]) -> None:
-        """Messages of 0 bytes to 20 MB under way together are told apart."""
-        run(drivers.keeps_order, _SIZES_BYTES)
+    @pytest.mark.parametrize("rendezvous", [False, True], ids=["buffered", "rendezvous"])
+    def test_sizes(self, run: Callable[..., Any], rendezvous: bool) -> None:
+        """Messages of 0 bytes to 20 MB under way together arrive whole."""
+        run(drivers.keeps_sizes, _SIZES_BYTES, rendezvous=rendezvous)
+
+    @pytest.mark.parametrize("size_bytes", [100, 300_000])
+    def test_nothing_is_lost(self, run: Callable[..., Any], size_bytes: int) -> None:
+        """Thirty messages are sent, and each of them arrives."""
+        arrived = run(drivers.numbers_arrived, _MESSAGES, size_bytes)[1]
+        lost = sorted(set(range(_MESSAGES)) - set(arrived))
+        assert not lost, (
+            f"lost: messages {lost} of {_MESSAGES} never arrived; what came: {arrived}"
+        )
+
+    @pytest.mark.parametrize("size_bytes", [100, 300_000])
+    def test_order_is_kept(self, run: Callable[..., Any], size_bytes: int) -> None:
+        """No message takes another one's place."""
+        arrived = run(drivers.numbers_arrived, _MESSAGES, size_bytes)[1]
+        assert arrived == sorted(arrived), f"out of order: what came was {arrived}"
 
     def test_receives_out_of_order(self, run: Callable[..., Any]) -> None:
         """The order of receives need not be that of sends."""
         run(drivers.receives_out_of_order)
 
+    @pytest.mark.parametrize("rendezvous", [False, True], ids=["buffered", "rendezvous"])
     @pytest.mark.parametrize("size_bytes", [64, 4 * 1024 * 1024])
-    def test_both_ways_at_once(self, run: Callable[..., Any], size_bytes: int) -> None:
+    def test_both_ways_at_once(
+        self, run: Callable[..., Any], size_bytes: int, rendezvous: bool
+    ) -> None:
         """Both sides send before either receives; small sends that are buffered hide this."""
-        run(drivers.sends_both_ways_at_once, size_bytes)
+        run(drivers.sends_both_ways_at_once, size_bytes, rendezvous=rendezvous)
 
     def test_many_edges_share_a_link(self, run: Callable[..., Any]) -> None:
         """Forty edges between two ranks cost no more links than one."""
         run(drivers.opens_many_edges)
 
+    def test_three_ranks(self, run: Callable[..., Any]) -> None:
+        """Three ranks, each linked with both others, which open in a circle."""
+        run(drivers.opens_in_a_triangle, ranks=3)
+
+    def test_ranks_as_threads(self, run: Callable[..., Any], subject: Subject) -> None:
+        """Ranks may be threads of one process as well."""
+        capabilities = _capabilities(subject)
+        if capabilities.distinct_processes:
+            pytest.skip(f"{subject.name!r} needs its ends in two processes")
+        if capabilities.same_process:
+            pytest.skip(f"all other tests of {subject.name!r} run on threads")
+        run(drivers.opens_on_threads, ranks=1)
+
+    def test_does_what_loopback_does(self, run: Callable[..., Any]) -> None:
+        """Random programs of sends and receives end as they do by loopback."""
+        if sys.modules.get("hypothesis", ()) is None or find_spec("hypothesis") is None:
+            pytest.skip("this test needs hypothesis: pip install 'stagelink[testing]'")
+        import hypothesis  # noqa: PLC0415 - an extra
+
+        from stagelink.testing.programs import follows, programs  # noqa: PLC0415 - see above
+
+        def agree(program: Sequence[Pass]) -> None:
+            expected = run_threads(follows, 2, Subject("loopback"), program)
+            assert run(follows, program) == expected
+
+        # No shrinking: a program that hangs takes as long each time.
+        settings = hypothesis.settings(
+            max_examples=_PROGRAMS,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[hypothesis.Phase.generate],
+        )
+        settings(hypothesis.given(programs())(agree))()
+
     # -- ownership
 
     @pytest.mark.parametrize("size_bytes", [100, 300_000])
-    def test_ownership(self, run: Callable[..., Any], size_bytes: int) -> None:
+    def test_what_was_received_is_never_overwritten(
+        self, run: Callable[..., Any], size_bytes: int
+    ) -> None:
         """The sender overwrites at once; what was received is never written again."""
         run(drivers.holds_what_it_received, size_bytes)
 
     @pytest.mark.parametrize("size_bytes", [100, 300_000])
-    def test_send_without_copy(self, run: Callable[..., Any], size_bytes: int) -> None:
+    def test_every_handle_of_a_send_is_done(
+        self, run: Callable[..., Any], size_bytes: int
+    ) -> None:
         """With copy=False the tensor is the caller's again when the handle is done."""
         run(drivers.sends_without_copy, size_bytes)
 
-    # -- faults and close
+    # -- faults
+
+    def test_a_receive_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
+        """Its finish raises TimeoutError when a sender sends no more."""
+        _play(run, Scene.SILENT_SENDER)
+
+    def test_a_send_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
+        """Its finish raises TimeoutError when a receiver takes no more."""
+        _play(run, Scene.SILENT_RECEIVER)
+
+    def test_a_peer_that_breaks_off_is_no_end_of_a_message(self, run: Callable[..., Any]) -> None:
+        """A receive whose sender has gone half way never returns as if all had come."""
+        _play(run, Scene.BROKEN_OFF)
+
+    def test_abort_ends_a_receive(self, run: Callable[..., Any]) -> None:
+        """A finish that waits without a deadline returns or raises when its end is aborted."""
+        _play(run, Scene.RECEIVER_ABORTS)
+
+    def test_abort_ends_a_send(self, run: Callable[..., Any]) -> None:
+        """A finish that waits without a deadline returns or raises when its end is aborted."""
+        _play(run, Scene.SENDER_ABORTS)
 
     def test_user_error_reaches_the_peer(self, run: Callable[..., Any]) -> None:
         """An exception on one rank ends the other's wait with its text."""
@@ -155,22 +267,46 @@ class TransportConformance:
 
     @pytest.mark.parametrize("size_bytes", [1000, 64 * 1024 * 1024])
     @pytest.mark.parametrize("victim", [0, 1])
-    def test_killed_peer(self, victim: int, size_bytes: int) -> None:
+    def test_killed_peer(self, subject: Subject, victim: int, size_bytes: int) -> None:
         """A rank that is killed ends the other's wait with its number, also in mid-payload."""
-        if self._capabilities().same_process:
-            pytest.skip("ranks of this transport are threads of one process")
+        if _capabilities(subject).same_process:
+            pytest.skip(f"ranks of {subject.name!r} are threads of one process")
         survivor = 1 - victim
-        with run_fresh(drivers.sends_for_ever, 2, self._subject(), size_bytes) as ranks:
+        with run_fresh(drivers.sends_for_ever, 2, subject, size_bytes) as ranks:
             ranks.wait_for(survivor, "going")
             ranks.kill(victim)
             outcome = ranks.outcomes(_TOLD_S)[survivor]
         assert outcome.error is not None, outcome
         assert f"rank {victim} died" in outcome.error
 
+    # -- close
+
     def test_unread_messages_at_the_end_of_a_session(self, run: Callable[..., Any]) -> None:
         """A session left with messages unread harms neither the next one nor the close."""
         run(drivers.unread_at_close)
 
+    def test_close_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
+        """Closing a link, and the transport, returns in time and raises nothing."""
+        _play(run, Scene.CLOSED)
+
     def test_close_leaves_nothing(self, run: Callable[..., Any]) -> None:
         """Ten times opened, used and closed: threads and descriptors are as before."""
+        check = LeakCheck("threads")
         run(drivers.closes_without_trace)
+        check.verify()
+
+
+def _has(kind: str) -> bool:
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+
+
+def _capabilities(subject: Subject) -> Capabilities:
+    return subject.transport().capabilities
+
+
+def _play(run: Callable[..., Any], scene: Scene) -> None:
+    verdicts = run(plays_scene, scene.name)
+    faults = [verdict for verdict in verdicts if verdict not in {"", NOTHING_TO_WAIT_FOR}]
+    assert not faults, "; ".join(faults)
+    if verdicts[0 if scene.at_sender else 1] == NOTHING_TO_WAIT_FOR:
+        pytest.skip(NOTHING_TO_WAIT_FOR)

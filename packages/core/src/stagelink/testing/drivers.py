@@ -1,4 +1,4 @@
-"""What ranks run in conformance tests: small programs over a pair of stages.
+"""What ranks run in conformance tests: small programs over a pair of stages, or three.
 
 They stand at the module's top level, so that rank processes find them. Each is called as
 ``driver(rank, world_size, store, subject, …)``, and raises AssertionError where the transport
@@ -8,31 +8,34 @@ fails.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from stagelink.exchange.connect import connect
-from stagelink.plan import Plan
+from stagelink.errors import DeadlineError, StagelinkError
 from stagelink.testing.leaks import LeakCheck
-from stagelink.testing.samples import awkward_tensors, same_bits, tensors_of_sizes
+from stagelink.testing.samples import awkward_tensors, difference, same_bits, tensors_of_sizes
 from stagelink.testing.serving import report
+from stagelink.testing.subject import Subject
+from stagelink.testing.threads import run_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from stagelink.exchange.handler import Handler
     from stagelink.exchange.session import Session
-    from stagelink.transport.contract import Transport
 
 __all__ = [
     "Subject",
     "closes_without_trace",
     "holds_what_it_received",
-    "keeps_order",
+    "keeps_sizes",
+    "numbers_arrived",
+    "opens_in_a_triangle",
     "opens_many_edges",
+    "opens_on_threads",
     "raises_in_user_code",
     "receives_out_of_order",
     "sends_both_ways_at_once",
@@ -42,118 +45,104 @@ __all__ = [
     "unread_at_close",
 ]
 
-_DEADLINE_S = 15.0
+_SHORT_S = 4.0
+"""A deadline for what a sound transport does in milliseconds; the other rank's is longer."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The transport under test.
-
-    Attributes:
-        name: its name.
-        classes: classes to register in code; empty where it is installed.
-        options: its table in the plan.
-    """
-
-    name: str
-    classes: Sequence[type[Transport]] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def plan(self, edges: int = 1, *, window: int | None = None) -> Plan:
-        """A pair of ranks with so many edges ``e0``, ``e1``, …, none of it inline."""
-        pipeline: dict[str, Any] = {"name": "conformance", "schedule": "gpipe", "microbatches": 4}
-        if window is not None:
-            pipeline["window"] = window
-        return Plan.from_dict(
-            {
-                "pipeline": pipeline,
-                "stages": [{"name": "one", "ranks": [0]}, {"name": "two", "ranks": [1]}],
-                "tensors": [
-                    {"name": f"e{number}", "from": "one", "to": ["two"]} for number in range(edges)
-                ],
-                "links": [{"transport": self.name}],
-                "transports": {self.name: dict(self.options)},
-                "control": {"inline_bytes": 0},
-                "limits": {"deadline_s": _DEADLINE_S, "first_deadline_s": _DEADLINE_S},
-            }
-        )
-
-    def connect(self, plan: Plan, rank: int, world_size: int, store: Store) -> Handler:
-        """Join the pair."""
-        return connect(
-            plan,
-            rank=rank,
-            world_size=world_size,
-            store=store,
-            run_id="conformance",
-            transports=self.classes,
-        )
-
-
-def _echo(session: Session, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+def _echo(session: Session, rank: int, tensors: Sequence[torch.Tensor], edge: str = "e0") -> None:
     """Send every tensor forward, and where it takes one the same bits back as its gradient."""
     for microbatch, tensor in enumerate(tensors):
         if rank == 0:
             leaf = tensor.detach()
             leaf.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-            session.send("e0", leaf, microbatch)
-            gradient = session.recv_grad("e0", microbatch)
+            session.send(edge, leaf, microbatch)
+            gradient = session.recv_grad(edge, microbatch)
             if leaf.requires_grad:
-                assert gradient is not None, "no gradient came back"
-                assert same_bits(gradient, tensor), f"gradient of {tensor.dtype} {tensor.shape}"
+                _check("a gradient", gradient, tensor)
         else:
-            got = session.recv("e0", microbatch)
-            assert got is not None, "None arrived in place of a tensor"
-            assert same_bits(got, tensor), f"{tensor.dtype} {tuple(tensor.shape)} arrived changed"
+            got = session.recv(edge, microbatch)
+            _check("a tensor", got, tensor)
+            assert got is not None
             assert got.is_leaf, "the received tensor is no leaf"
             differentiable = tensor.is_floating_point() or tensor.is_complex()
             assert got.requires_grad == differentiable, f"requires_grad of {tensor.dtype}"
-            session.send_grad("e0", got.detach() if differentiable else None, microbatch)
+            session.send_grad(edge, got.detach() if differentiable else None, microbatch)
+
+
+def _check(what: str, got: torch.Tensor | None, sent: torch.Tensor) -> None:
+    problem = "it did not come" if got is None else difference(got, sent)
+    assert not problem, f"{what} of {sent.dtype} {tuple(sent.shape)} arrived changed: {problem}"
 
 
 def sends_values(rank: int, world_size: int, store: Store, subject: Subject) -> None:
     """Every dtype, shape and layout arrives bit by bit, forward and back."""
-    tensors = list(awkward_tensors())
+    dtypes = subject.transport().capabilities.dtypes
+    tensors = [
+        subject.on_device(tensor)
+        for tensor in awkward_tensors()
+        if dtypes is None or str(tensor.dtype).removeprefix("torch.") in dtypes
+    ]
     with (
-        subject.connect(subject.plan(), rank, world_size, store) as comm,
+        subject.join(rank, world_size, store) as comm,
         comm.train(len(tensors)) as session,
     ):
         _echo(session, rank, tensors)
 
 
-def keeps_order(
+def keeps_sizes(
     rank: int, world_size: int, store: Store, subject: Subject, sizes_bytes: tuple[int, ...]
 ) -> None:
-    """Messages of many sizes under way together are told apart."""
-    tensors = list(tensors_of_sizes(sizes_bytes))
-    plan = subject.plan(window=len(tensors))
-    with subject.connect(plan, rank, world_size, store) as comm:
+    """Messages of many sizes under way together arrive whole."""
+    tensors = [subject.on_device(tensor) for tensor in tensors_of_sizes(sizes_bytes)]
+    plan_of = partial(Subject.plan, window=len(tensors))
+    with subject.join(rank, world_size, store, plan_of) as comm:
         for _ in range(2):
             with comm.evaluate(len(tensors)) as session:
                 for microbatch, tensor in enumerate(tensors):
                     if rank == 0:
                         session.send("e0", tensor, microbatch)
                     else:
-                        got = session.recv("e0", microbatch)
-                        assert got is not None
-                        assert same_bits(got, tensor), f"{tensor.numel()} bytes arrived changed"
+                        _check("a message", session.recv("e0", microbatch), tensor)
+
+
+def numbers_arrived(
+    rank: int, world_size: int, store: Store, subject: Subject, count: int, size_bytes: int
+) -> list[int]:
+    """Send numbered messages of one size; on rank 1 the numbers that were in what arrived.
+
+    It ends at the first that does not come in time, or with an error of the transport's.
+    """
+    arrived: list[int] = []
+    plan_of = partial(Subject.plan, window=8, deadline_s=_SHORT_S)
+    with (
+        suppress(StagelinkError),
+        subject.join(rank, world_size, store, plan_of) as comm,
+        comm.evaluate(count) as session,
+    ):
+        for microbatch in range(count):
+            if rank == 0:
+                tensor = torch.full((size_bytes,), microbatch, dtype=torch.uint8)
+                session.send("e0", subject.on_device(tensor), microbatch)
+            else:
+                got = _some(session.recv("e0", microbatch))
+                values = torch.unique(got).tolist()
+                arrived.append(values[0] if len(values) == 1 else -1)
+    return arrived
 
 
 def receives_out_of_order(rank: int, world_size: int, store: Store, subject: Subject) -> None:
     """The order of receives need not be that of sends."""
-    plan = subject.plan(edges=2, window=8)
     with (
-        subject.connect(plan, rank, world_size, store) as comm,
+        subject.join(rank, world_size, store, partial(Subject.plan, edges=2, window=8)) as comm,
         comm.evaluate(8) as session,
     ):
         order = [(edge, microbatch) for microbatch in range(8) for edge in ("e0", "e1")]
         for edge, microbatch in order if rank == 0 else reversed(order):
             value = float(microbatch) + (0.5 if edge == "e1" else 0.0)
             if rank == 0:
-                session.send(edge, torch.full((3000,), value), microbatch)
+                session.send(edge, subject.on_device(torch.full((3000,), value)), microbatch)
             else:
-                got = session.recv(edge, microbatch)
-                assert got is not None
+                got = _some(session.recv(edge, microbatch))
                 assert bool((got == value).all()), f"{edge} {microbatch} got another's values"
 
 
@@ -162,8 +151,9 @@ def sends_both_ways_at_once(
 ) -> None:
     """Activations and gradients cross on the wire, everybody sending before anybody receives."""
     count = 4
-    with subject.connect(subject.plan(window=2 * count), rank, world_size, store) as comm:
-        first = torch.ones(size_bytes // 4, requires_grad=True)
+    plan_of = partial(Subject.plan, window=2 * count)
+    with subject.join(rank, world_size, store, plan_of) as comm:
+        first = subject.on_device(torch.ones(size_bytes // 4)).requires_grad_()
         with comm.train(2 * count) as session:
             if rank == 0:
                 for microbatch in range(count):
@@ -188,10 +178,10 @@ def holds_what_it_received(
 ) -> None:
     """The sender overwrites at once; what was received is never written again."""
     count = 24
-    with subject.connect(subject.plan(window=4), rank, world_size, store) as comm:
+    with subject.join(rank, world_size, store, partial(Subject.plan, window=4)) as comm:
         kept = []
         with comm.evaluate(count) as session:
-            tensor = torch.empty(size_bytes, dtype=torch.uint8)
+            tensor = subject.on_device(torch.empty(size_bytes, dtype=torch.uint8))
             for microbatch in range(count):
                 if rank == 0:
                     tensor.fill_(microbatch)
@@ -200,20 +190,30 @@ def holds_what_it_received(
                 else:
                     kept.append(_some(session.recv("e0", microbatch)))
         for microbatch, got in enumerate(kept):
-            assert bool((got == microbatch).all()), f"message {microbatch} was overwritten"
+            found = torch.unique(got).tolist()
+            assert found == [microbatch], (
+                f"message {microbatch} was overwritten while the user held it: {found[:5]}"
+            )
 
 
 def sends_without_copy(
     rank: int, world_size: int, store: Store, subject: Subject, size_bytes: int
 ) -> None:
     """With copy=False the tensor is the caller's again when the handle is done."""
-    with subject.connect(subject.plan(window=4), rank, world_size, store) as comm:
-        tensor = torch.empty(size_bytes, dtype=torch.uint8)
+    with subject.join(rank, world_size, store, partial(Subject.plan, window=4)) as comm:
+        tensor = subject.on_device(torch.empty(size_bytes, dtype=torch.uint8))
         with comm.evaluate(12) as session:
             for microbatch in range(12):
                 if rank == 0:
                     tensor.fill_(microbatch)
-                    session.send("e0", tensor, microbatch, copy=False).wait()
+                    handle = session.send("e0", tensor, microbatch, copy=False)
+                    try:
+                        handle.wait(_SHORT_S)
+                    except DeadlineError as error:
+                        raise AssertionError(
+                            f"the handle of the send of message {microbatch} is lost: not done "
+                            f"after {_SHORT_S:g} s"
+                        ) from error
                 else:
                     got = _some(session.recv("e0", microbatch))
                     assert bool((got == microbatch).all()), f"message {microbatch} arrived changed"
@@ -222,16 +222,46 @@ def sends_without_copy(
 def opens_many_edges(rank: int, world_size: int, store: Store, subject: Subject) -> None:
     """Forty edges between two ranks cost no more links than one."""
     with (
-        subject.connect(subject.plan(edges=40), rank, world_size, store) as comm,
+        subject.join(rank, world_size, store, partial(Subject.plan, edges=40)) as comm,
         comm.evaluate(1) as session,
     ):
         links = len(comm.transports)
         assert links == len(("there", "back")), f"{links} links for 40 edges"
         for number in range(40):
             if rank == 0:
-                session.send(f"e{number}", torch.tensor([number]), 0)
+                session.send(f"e{number}", subject.on_device(torch.tensor([number])), 0)
             else:
                 assert _some(session.recv(f"e{number}", 0)).item() == number
+
+
+def opens_in_a_triangle(rank: int, world_size: int, store: Store, subject: Subject) -> None:
+    """Three ranks, each linked with both others, and messages on all six links."""
+    with (
+        subject.join(rank, world_size, store, Subject.triangle) as comm,
+        comm.train(4) as session,
+    ):
+        for microbatch in range(4):
+            sent = subject.on_device(torch.full((5000,), float(microbatch)))
+            taken = []
+            for edge, source, target in (("e0", 0, 1), ("e1", 1, 2), ("e2", 0, 2)):
+                if rank == source:
+                    session.send(edge, sent.clone().requires_grad_(), microbatch)
+                elif rank == target:
+                    got = _some(session.recv(edge, microbatch))
+                    assert same_bits(got, sent), f"{edge} {microbatch} arrived changed"
+                    taken.append((edge, got))
+            for edge, got in taken:
+                session.send_grad(edge, got.detach() + 1, microbatch)
+            for edge, source in (("e0", 0), ("e1", 1), ("e2", 0)):
+                if rank == source:
+                    gradient = session.recv_grad(edge, microbatch)
+                    assert same_bits(_some(gradient), sent + 1), f"gradient of {edge} changed"
+
+
+def opens_on_threads(rank: int, world_size: int, store: Store, subject: Subject) -> None:
+    """`opens_in_a_triangle`, with three threads of this process as its ranks."""
+    del rank, world_size, store
+    run_threads(opens_in_a_triangle, 3, subject)
 
 
 def closes_without_trace(rank: int, world_size: int, store: Store, subject: Subject) -> None:
@@ -247,20 +277,20 @@ def closes_without_trace(rank: int, world_size: int, store: Store, subject: Subj
 
 def _use_once(rank: int, world_size: int, store: Store, subject: Subject) -> None:
     with (
-        subject.connect(subject.plan(), rank, world_size, store) as comm,
+        subject.join(rank, world_size, store) as comm,
         comm.train(2) as session,
     ):
-        _echo(session, rank, [torch.ones(5000), torch.ones(5000)])
+        _echo(session, rank, [subject.on_device(torch.ones(5000)) for _ in range(2)])
 
 
 def unread_at_close(rank: int, world_size: int, store: Store, subject: Subject) -> None:
     """A session left with messages unread harms neither the next session nor the close."""
-    with subject.connect(subject.plan(window=4), rank, world_size, store) as comm:
+    with subject.join(rank, world_size, store, partial(Subject.plan, window=4)) as comm:
         for _ in range(3):
             with comm.evaluate(4) as session:
                 if rank == 0:
                     for microbatch in range(4):
-                        session.send("e0", torch.ones(50_000), microbatch)
+                        session.send("e0", subject.on_device(torch.ones(50_000)), microbatch)
                 else:
                     session.recv("e0", 0)
                 comm.reduce([0.0])  # nobody leaves before everything is sent
@@ -269,13 +299,16 @@ def unread_at_close(rank: int, world_size: int, store: Store, subject: Subject) 
 def raises_in_user_code(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Rank 1's own error ends rank 0's wait; returns what each was told."""
     try:
-        with subject.connect(subject.plan(), rank, world_size, store) as comm:
+        with subject.join(rank, world_size, store) as comm:
             comm.reduce([0.0])
             with comm.train(4) as session:
                 if rank == 1:
                     _make_a_mistake()
-                session.send("e0", torch.ones(100_000, requires_grad=True), 0)
+                tensor = subject.on_device(torch.ones(100_000)).requires_grad_()
+                session.send("e0", tensor, 0)
                 session.recv_grad("e0", 0)
+    except AssertionError:
+        raise
     except Exception as error:  # its text is the result
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
@@ -289,9 +322,8 @@ def sends_for_ever(
     rank: int, world_size: int, store: Store, subject: Subject, size_bytes: int
 ) -> None:
     """Stream until somebody dies; reports "going" after the first messages."""
-    plan = subject.plan(window=4)
-    with subject.connect(plan, rank, world_size, store) as comm:
-        tensor = torch.ones(size_bytes, dtype=torch.uint8)
+    with subject.join(rank, world_size, store, partial(Subject.plan, window=4)) as comm:
+        tensor = subject.on_device(torch.ones(size_bytes, dtype=torch.uint8))
         for number in range(1_000_000):
             with comm.evaluate(4) as session:
                 for microbatch in range(4):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stagelink.errors import UsageError
+from stagelink.testing.ports import muted
 from stagelink.transport.contract import FINISHED, Message, Pending, Receiver, Sender
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def faulty(
     """
 
     def open_sender(self: Transport, link: Link, port: Port, deadline: Deadline) -> Sender:
-        sender = transport.open_sender(self, link, port, deadline)
+        sender = transport.open_sender(self, link, muted(port), deadline)
         return _Sender(sender, _Course(link, faults))
 
     def open_receiver(self: Transport, link: Link, port: Port, deadline: Deadline) -> Receiver:

@@ -8,7 +8,7 @@ import torch
 
 from stagelink.plan.dtypes import DTYPES
 
-__all__ = ["awkward_tensors", "same_bits", "tensors_of_sizes"]
+__all__ = ["awkward_tensors", "difference", "same_bits", "tensors_of_sizes"]
 
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (3, 5), (2, 1, 3, 4), (0,), (3, 0, 2))
 
@@ -39,14 +39,29 @@ def awkward_tensors() -> Iterator[torch.Tensor]:
 def tensors_of_sizes(sizes_bytes: tuple[int, ...]) -> Iterator[torch.Tensor]:
     """A flat uint8 tensor of each size, no two alike."""
     for number, size_bytes in enumerate(sizes_bytes):
-        yield ((torch.arange(size_bytes) * 31 + number) % 251).to(torch.uint8)
+        period = ((torch.arange(251) * 31 + number) % 251).to(torch.uint8)
+        yield period.repeat(size_bytes // 251 + 1)[:size_bytes]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have one dtype, one shape and the same bits, NaN included."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(_bits(one), _bits(other))
+    return difference(one, other) == ""
+
+
+def difference(got: torch.Tensor, sent: torch.Tensor) -> str:
+    """In what a tensor differs from the one that was sent, in words; empty if in nothing."""
+    if got.dtype != sent.dtype:
+        return f"its dtype is {got.dtype}, not {sent.dtype}"
+    if got.shape != sent.shape:
+        return f"its shape is {tuple(got.shape)}, not {tuple(sent.shape)}"
+    here, there = _bits(got), _bits(sent)
+    if torch.equal(here, there):
+        return ""
+    differing = torch.nonzero(here != there)
+    return (
+        f"{len(differing)} of {here.numel()} bytes differ, from byte {int(differing[0])} "
+        f"to byte {int(differing[-1])}"
+    )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -198,9 +198,7 @@ def _check_alike(account: Account, first: Account) -> None:
         raise PlanError(f"'ack' has a tag on one of ranks {first.rank} and {account.rank} only")
 
 
-def _activations(
-    first: Sequence[Account], stages: Sequence[tuple[int, ...]]
-) -> Iterable[Passed]:
+def _activations(first: Sequence[Account], stages: Sequence[tuple[int, ...]]) -> Iterable[Passed]:
     """All that one stage sends and a later one receives.
 
     Args:

@@ -1,0 +1,122 @@
+"""The plan under PipeDream's names: a stage for each rank, a tensor for each pair of ranks.
+
+The caller decides which replica gets a minibatch, and how many each gets. So the plan leaves no
+routing to be done: a message is found by its name, its two ranks and its minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stagelink.interop.pipedream.line import ACK
+from stagelink.plan import Plan
+
+if TYPE_CHECKING:
+    from stagelink.interop.pipedream.line import Line, Passed
+
+__all__ = ["DEFAULTS", "WINDOW", "Servers", "channel", "plan_of"]
+
+WINDOW = 1024
+"""Minibatches that may be under way per tensor and pair of ranks. A caller in the way of PipeDream
+has its warm-up and one more; what is not under way takes no memory."""
+
+DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    "limits": {
+        "deadline_s": 600.0,
+        "first_deadline_s": 1800.0,
+        "connect_deadline_s": 600.0,
+        "close_deadline_s": 30.0,
+    }
+}
+"""Tables of the plan where the caller does not say otherwise. PipeDream has no time limits but
+those of its backend, half an hour."""
+
+_IN_SERVER = {"nccl": "nccl", "gloo": "gloo"}
+_ACROSS = "gloo"
+
+
+class Servers(NamedTuple):
+    """What the constructor's arguments say of transports.
+
+    Attributes:
+        backend: of the default process group, and of links within a server.
+        ranks_in_server: so many ranks, in their order, share a server; 1: none do.
+    """
+
+    backend: str | None
+    ranks_in_server: int
+
+
+def channel(name: str, source: int, target: int) -> str:
+    """The plan's name for a tensor between two ranks."""
+    return f"{name} {source}>{target}"
+
+
+def plan_of(line: Line, servers: Servers, tables: Mapping[str, Mapping[str, Any]]) -> Plan:
+    """The plan that all ranks make for themselves, and connect with.
+
+    Args:
+        line: the pipeline.
+        servers: which transports to ask for.
+        tables: more of the plan's tables, as a file has them; they go before what is made here.
+
+    Raises:
+        PlanError: the tables do not fit.
+    """
+    pairs = [
+        (passed, source, target)
+        for passed in line.passed
+        for source in line.stages[passed.source]
+        for target in line.stages[passed.target]
+    ]
+    own: dict[str, Mapping[str, Any]] = {
+        "pipeline": {"name": "pipedream", "microbatches": 1, "window": WINDOW},
+        **DEFAULTS,
+    }
+    merged = {key: {**own.get(key, {}), **tables[key]} for key in tables if key != "links"}
+    document = {
+        **own,
+        **merged,
+        "stages": [
+            {"name": f"stage {s}.{r}", "ranks": [rank], "device": line.devices[rank]}
+            for s, ranks in enumerate(line.stages)
+            for r, rank in enumerate(ranks)
+        ],
+        "tensors": [
+            {
+                "name": channel(passed.name, source, target),
+                "from": _stage_name(line, source),
+                "to": _stage_name(line, target),
+                "grad": passed.answered,
+            }
+            for passed, source, target in pairs
+        ],
+        "links": tables.get("links", [*_rules(pairs, servers)]),
+    }
+    return Plan.from_dict(document, where="the plan of PipeDream's maps")
+
+
+def _stage_name(line: Line, rank: int) -> str:
+    stage, replica = line.places[rank]
+    return f"stage {stage}.{replica}"
+
+
+def _rules(
+    pairs: Sequence[tuple[Passed, int, int]], servers: Servers
+) -> Iterable[Mapping[str, Any]]:
+    """The backend within servers, but for acks; Gloo across."""
+    inside = _IN_SERVER.get(servers.backend or "", "auto")
+    size = servers.ranks_in_server
+    ends = {(source, target) for _, source, target in pairs}
+    together = {pair for pair in ends if size > 1 and pair[0] // size == pair[1] // size}
+    if inside == _ACROSS:
+        together = set()
+    acks = [channel(ACK, source, target) for passed, source, target in pairs if passed.name == ACK]
+    if together and acks:
+        yield {"tensor": acks, "transport": _ACROSS}
+    for server in sorted({source // size for source, _ in together}):
+        ranks = {rank for pair in together for rank in pair if rank // size == server}
+        yield {"from_rank": sorted(ranks), "to_rank": sorted(ranks), "transport": inside}
+    if together < ends:
+        yield {"transport": _ACROSS}

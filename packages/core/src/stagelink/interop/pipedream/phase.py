@@ -1,0 +1,200 @@
+"""One phase of one rank: whose minibatch is whose, and its messages in a session of ours.
+
+A minibatch is asked for by its number among the rank's own in the phase, from 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stagelink.errors import UsageError
+from stagelink.interop.pipedream.carrying import check_dtype, check_target, packed, unpacked
+from stagelink.interop.pipedream.channels import channel
+from stagelink.interop.pipedream.line import ACK
+from stagelink.transport.lanes import device_here
+
+if TYPE_CHECKING:
+    from stagelink.exchange.session import Session
+    from stagelink.interop.pipedream.line import Line, Passed
+    from stagelink.interop.pipedream.turns import Turns
+
+__all__ = ["Phase", "Place"]
+
+logger = logging.getLogger("stagelink")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank in the line.
+
+    Attributes:
+        line: the pipeline.
+        rank: the rank.
+        dtypes: of all tensors that are no targets, by name; acks are int64.
+    """
+
+    line: Line
+    rank: int
+    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def stage(self) -> int:
+        """Index of its stage."""
+        return self.line.places[self.rank][0]
+
+    @property
+    def replica(self) -> int:
+        """Its place in the stage."""
+        return self.line.places[self.rank][1]
+
+
+class Phase:
+    """A training or an evaluation, from one start to its end.
+
+    Args:
+        place: this rank.
+        session: carries the messages; answers come back in it.
+        turns: whose minibatch is whose.
+        ack_shape: of an ack, in evaluation; None: in training.
+
+    Attributes:
+        mine: this rank's minibatches, numbered in the whole pipeline, in its order.
+        forward_only: whether it is an evaluation.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        session: Session,
+        turns: Turns,
+        ack_shape: Sequence[int] | None,
+    ) -> None:
+        self.mine = turns.mine[place.stage][place.replica]
+        self.forward_only = ack_shape is not None
+        self._place = place
+        self._session = session
+        self._turns = turns
+        self._ack_shape = tuple(ack_shape or ())
+        known = [p for p in place.line.passed if self.forward_only or p.name != ACK]
+        self._outgoing = {p.name: p for p in known if p.source == place.stage}
+        self._incoming = {p.name: p for p in known if p.target == place.stage}
+        self._asked_for_ack: set[int] = set()
+        self._warned: set[str] = set()
+
+    def leave(self) -> None:
+        """The end, on this rank; waits for no other."""
+        self._session.leave()
+
+    def send(self, name: str, tensor: torch.Tensor | None, number: int) -> None:
+        """Send forward; waits for nothing but a place in the window."""
+        passed = self._known(self._outgoing, name, "sends")
+        minibatch = self._minibatch(number)
+        message = None if tensor is None else self._message(passed, tensor)
+        if self.forward_only and ACK in self._outgoing and minibatch not in self._asked_for_ack:
+            # An ack answers this message, which nobody but the ack's sender looks at.
+            device = device_here(self._place.line.devices[self._place.rank])
+            ask = torch.zeros(self._ack_shape, dtype=torch.int64, device=device)
+            way = self._way(self._outgoing[ACK], minibatch)
+            self._session.send(way, packed(ask), minibatch)
+            self._asked_for_ack.add(minibatch)
+        self._session.send(self._way(passed, minibatch), message, minibatch)
+
+    def recv(self, name: str, number: int) -> torch.Tensor | None:
+        """Receive what was sent forward; blocks until it is here."""
+        passed = self._known(self._incoming, name, "receives")
+        minibatch = self._minibatch(number)
+        tensor = self._session.recv(self._way(passed, minibatch), minibatch)
+        if tensor is None:
+            return None
+        if not passed.answered:
+            return tensor.to(torch.int64)
+        declared, what = self._place.dtypes[name], self._what(name)
+        if self.forward_only:
+            check_dtype(tensor, declared, what)
+        else:
+            tensor = unpacked(tensor, declared, what)
+        return tensor.requires_grad_() if tensor.dtype == torch.float32 else tensor
+
+    def answer(self, name: str, tensor: torch.Tensor | None, number: int) -> None:
+        """Send back a gradient, or what stands for one, or an ack; never waits for room."""
+        passed = self._answerable(self._incoming, name, "receives")
+        minibatch = self._minibatch(number)
+        way = self._way(passed, minibatch)
+        if tensor is not None:
+            check_dtype(tensor, self._place.dtypes[name], self._what(name))
+            tensor = packed(tensor).detach()
+        if name == ACK:
+            self._session.recv(way, minibatch)
+        self._session.send_grad(way, tensor, minibatch)
+
+    def answered(self, name: str, number: int) -> torch.Tensor | None:
+        """Receive what was sent back; blocks until it is here."""
+        passed = self._answerable(self._outgoing, name, "sends")
+        minibatch = self._minibatch(number)
+        tensor = self._session.recv_grad(self._way(passed, minibatch), minibatch)
+        if tensor is None:
+            return None
+        self._asked_for_ack.discard(minibatch)
+        return unpacked(tensor, self._place.dtypes[name], self._what(name))
+
+    def _message(self, passed: Passed, tensor: Any) -> Any:
+        name = passed.name
+        if not isinstance(tensor, torch.Tensor):
+            return tensor  # refused, with the reason, where it is sent
+        if not passed.answered:
+            check_target(tensor, self._what(name))
+            return tensor.detach()
+        check_dtype(tensor, self._place.dtypes[name], self._what(name))
+        if self.forward_only:
+            return tensor.detach()
+        if tensor.requires_grad and tensor.dtype != torch.float32 and name not in self._warned:
+            self._warned.add(name)
+            logger.warning(
+                "%s requires a gradient, but PipeDream's callers get one for torch.float32 only, "
+                "not for %s: nothing before it will train",
+                self._what(name),
+                tensor.dtype,
+            )
+        return packed(tensor)
+
+    def _way(self, passed: Passed, minibatch: int) -> str:
+        """The plan's name for the tensor between the two ranks that have the minibatch."""
+        stages, replicas = self._place.line.stages, self._turns.replicas
+        ends = [stages[s][replicas[s][minibatch]] for s in (passed.source, passed.target)]
+        return channel(passed.name, *ends)
+
+    def _minibatch(self, number: int) -> int:
+        if not isinstance(number, int):
+            raise UsageError(f"{self._rank}: a minibatch's id is an int, not {number!r}")
+        if not 0 <= number < len(self.mine):
+            raise UsageError(
+                f"{self._rank}: minibatch {number} of this phase, which was started with "
+                f"{len(self.mine)} iterations here; with fewer iterations than warm-up the "
+                "caller's loop must do fewer forwards"
+            )
+        return self.mine[number]
+
+    def _known(self, names: Mapping[str, Passed], name: str, does: str) -> Passed:
+        if name not in names:
+            listed = ", ".join(map(repr, names)) or "nothing"
+            raise UsageError(f"{self._rank} {does} no {name!r} in this phase; it {does} {listed}")
+        return names[name]
+
+    def _answerable(self, names: Mapping[str, Passed], name: str, does: str) -> Passed:
+        passed = self._known(names, name, does)
+        if not passed.answered or self.forward_only != (name == ACK):
+            back = "acks" if self.forward_only else "no targets"
+            raise UsageError(f"{self._rank}: nothing goes back for {name!r}: {back} do")
+        return passed
+
+    @property
+    def _rank(self) -> str:
+        return f"rank {self._place.rank}"
+
+    def _what(self, name: str) -> str:
+        return f"{self._rank}: {name!r}"

@@ -1,0 +1,264 @@
+"""The example transport with a fault in it, once for each fault; for `test_planted_faults`.
+
+No test module of its own: these tests are there to fail.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+from examples.third_party_transport.src.stagelink_plaintcp import (
+    PlainTcp,
+    TcpReceiver,
+    TcpSender,
+)
+
+from stagelink.testing.conformance import TransportConformance
+from stagelink.transport.contract import Deadline, Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stagelink.transport.contract import Link, Port, Receiver, Sender
+    from stagelink.transport.header import Header
+
+MOST = 65_536
+
+
+class Broken(PlainTcp):
+    """The example with other ends."""
+
+    sender: type[TcpSender] = TcpSender
+    receiver: type[TcpReceiver] = TcpReceiver
+
+    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
+        return self.sender(port)
+
+    def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
+        return self.receiver(port, self.options.host)
+
+
+class Counting(TcpSender):
+    """Knows the number of each message."""
+
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        self.number = -1
+
+    def send(self, payload: torch.Tensor, deadline: Deadline) -> None:
+        self.number += 1
+        self.send_numbered(payload, deadline)
+
+    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
+        super().send(payload, deadline)
+
+
+class DroppingSender(Counting):
+    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
+        if self.number != 3:
+            super().send_numbered(payload, deadline)
+
+
+class DropsOne(Broken):
+    name = "drops-one"
+    sender = DroppingSender
+
+
+class SwappingSender(Counting):
+    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
+        if self.number == 3:
+            self.kept = payload.clone()
+            return
+        super().send_numbered(payload, deadline)
+        if self.number == 4:
+            super().send_numbered(self.kept, deadline)
+
+
+class SwapsTwo(Broken):
+    name = "swaps-two"
+    sender = SwappingSender
+
+
+class Changed(Pending):
+    """A receive whose result goes through another's hands."""
+
+    def __init__(self, inner: Pending, change: Callable[[], torch.Tensor]) -> None:
+        self.inner = inner
+        self.change = change
+
+    def finish(self, deadline: Deadline) -> torch.Tensor:
+        self.inner.finish(deadline)
+        return self.change()
+
+
+class ReusingReceiver(TcpReceiver):
+    def begin(
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+    ) -> Pending:
+        if not hasattr(self, "own"):
+            self.own = torch.empty(32 * 1024 * 1024, dtype=torch.uint8)
+        mine = self.own[: header.payload_bytes]
+        return Changed(super().begin(header, note, fds, lambda: mine), lambda: mine)
+
+
+class ReusesABuffer(Broken):
+    name = "reuses-a-buffer"
+    receiver = ReusingReceiver
+
+
+class PatientReceiver(TcpReceiver):
+    def receive(self, view: memoryview, deadline: Deadline) -> None:
+        super().receive(view, Deadline(float("inf")))
+
+
+class IgnoresTheDeadline(Broken):
+    name = "ignores-the-deadline"
+    receiver = PatientReceiver
+
+
+class ForgivingReceiver(TcpReceiver):
+    def receive(self, view: memoryview, deadline: Deadline) -> None:
+        with suppress(ConnectionError):
+            super().receive(view, deadline)
+
+
+class SwallowsADeath(Broken):
+    name = "swallows-a-death"
+    receiver = ForgivingReceiver
+
+
+class WideningReceiver(TcpReceiver):
+    def begin(
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+    ) -> Pending:
+        buffer = accept()
+        inner = super().begin(header, note, fds, lambda: buffer)
+        return Changed(inner, lambda: buffer.to(torch.float32))
+
+
+class ChangesTheDtype(Broken):
+    name = "changes-the-dtype"
+    receiver = WideningReceiver
+
+
+class LosingSender(Counting):
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        self.aborted = threading.Event()
+
+    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
+        super().send_numbered(payload, deadline)
+        if self.number == 5:
+            self.aborted.wait()
+
+    def abort(self, cause: BaseException) -> None:
+        super().abort(cause)
+        self.aborted.set()
+
+
+class LosesAHandle(Broken):
+    name = "loses-a-handle"
+    sender = LosingSender
+
+
+class StayingSender(TcpSender):
+    def close(self, deadline: Deadline) -> None:
+        super().close(deadline)
+        threading.Event().wait()
+
+
+class BlocksInClose(Broken):
+    name = "blocks-in-close"
+    sender = StayingSender
+
+
+class ThreadedSender(TcpSender):
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        threading.Thread(target=threading.Event().wait, name="leaked", daemon=True).start()
+
+
+class LeaksAThread(Broken):
+    name = "leaks-a-thread"
+    sender = ThreadedSender
+
+
+class ShortSender(TcpSender):
+    def send(self, payload: torch.Tensor, deadline: Deadline) -> None:
+        super().send(payload[:MOST], deadline)
+
+
+class ShortReceiver(TcpReceiver):
+    def receive(self, view: memoryview, deadline: Deadline) -> None:
+        super().receive(view[:MOST], deadline)
+
+
+class Truncates(Broken):
+    name = "truncates"
+    sender = ShortSender
+    receiver = ShortReceiver
+
+
+class DeafReceiver(TcpReceiver):
+    def abort(self, cause: BaseException) -> None:
+        pass
+
+
+class IgnoresAbort(Broken):
+    name = "ignores-abort"
+    receiver = DeafReceiver
+
+
+class TestDropsOne(TransportConformance):
+    transport = DropsOne
+
+
+class TestSwapsTwo(TransportConformance):
+    transport = SwapsTwo
+
+
+class TestReusesABuffer(TransportConformance):
+    transport = ReusesABuffer
+
+
+class TestIgnoresTheDeadline(TransportConformance):
+    transport = IgnoresTheDeadline
+
+
+class TestSwallowsADeath(TransportConformance):
+    transport = SwallowsADeath
+
+
+class TestChangesTheDtype(TransportConformance):
+    transport = ChangesTheDtype
+
+
+class TestLosesAHandle(TransportConformance):
+    transport = LosesAHandle
+
+
+class TestBlocksInClose(TransportConformance):
+    transport = BlocksInClose
+
+
+class TestLeaksAThread(TransportConformance):
+    transport = LeaksAThread
+
+
+class TestTruncates(TransportConformance):
+    transport = Truncates
+
+
+class TestIgnoresAbort(TransportConformance):
+    transport = IgnoresAbort

@@ -1,0 +1,164 @@
+"""The guide for authors of transports: its code runs, and its reference is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from stagelink.testing import drivers, run_threads
+from stagelink.testing.subject import Subject
+from stagelink.transport.contract import API_VERSION
+from stagelink.transport.validation import transport_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from stagelink.testing import RankPool
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "writing-a-transport.md").read_text()
+EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_transport"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+TRANSPORT = [block for block in blocks("python") if "testing" not in block]
+(CONFORMANCE,) = [block for block in blocks("python") if "testing.conformance" in block]
+(OWN_TESTS,) = [block for block in blocks("python") if "testing.faults" in block]
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ModuleType]]:
+    """The guide's code as modules that rank processes find, too."""
+    folder = tmp_path_factory.mktemp("guide")
+    sources = {
+        "stagelink_spool": "".join(TRANSPORT),
+        "guide_conformance": CONFORMANCE,
+        "guide_tests": OWN_TESTS,
+    }
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    yield {name: _import(name, folder / f"{name}.py") for name in sources}
+    for name in sources:
+        del sys.modules[name]
+
+
+def _import(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def spool(modules: dict[str, ModuleType], tmp_path: Path) -> Subject:
+    cls = modules["stagelink_spool"].stagelink_register_transport()
+    assert transport_problems(cls) == []
+    return Subject(cls.name, (cls,), {"folder": str(tmp_path)})
+
+
+def test_all_of_the_code_is_run_here() -> None:
+    assert len(blocks("python")) == len(TRANSPORT) + 2
+    assert len(TRANSPORT) == 4
+
+
+@pytest.mark.parametrize(
+    ("driver", "args"),
+    [
+        (drivers.sends_values, ()),
+        (drivers.keeps_sizes, ((1, 0, 4_000_000, 64),)),
+        (drivers.holds_what_it_received, (300_000,)),
+        (drivers.unread_at_close, ()),
+    ],
+)
+def test_its_transport_works_and_leaves_no_file(
+    spool: Subject, tmp_path: Path, driver: Any, args: tuple[Any, ...]
+) -> None:
+    run_threads(driver, 2, spool, *args)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_its_transport_works_between_processes(
+    spool: Subject, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    # Classes are pickled by name; a rank process finds the module by this.
+    folder = Path(str(sys.modules["stagelink_spool"].__file__)).parent
+    sys.path.append(str(folder))
+    try:
+        rank_pool.run(_unpack_and_echo, 2, str(folder), dict(spool.options))
+    finally:
+        sys.path.remove(str(folder))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _unpack_and_echo(
+    rank: int, world_size: int, store: Any, folder: str, options: dict[str, Any]
+) -> None:
+    module = _import("stagelink_spool", Path(folder, "stagelink_spool.py"))
+    subject = Subject("spool", (module.Spool,), options)
+    drivers.sends_both_ways_at_once(rank, world_size, store, subject, 400_000)
+
+
+def test_a_folder_that_is_not_there_is_a_reason(modules: dict[str, ModuleType]) -> None:
+    module = modules["stagelink_spool"]
+    verdict = module.Spool.probe(module.SpoolOptions("/nowhere"))
+    assert not verdict.ok
+    assert "/nowhere" in verdict.reason
+
+
+def test_its_conformance_test_names_the_transport(modules: dict[str, ModuleType]) -> None:
+    assert modules["guide_conformance"].TestSpool.transport == "spool"
+
+
+@pytest.mark.parametrize("test", ["test_a_torn_cable_is_told", "test_nothing_relies_on_buffers"])
+def test_its_tests_pass(modules: dict[str, ModuleType], test: str) -> None:
+    getattr(modules["guide_tests"], test)()
+
+
+def test_its_distribution_has_the_right_entry_point() -> None:
+    (text,) = blocks("toml")
+    project = tomllib.loads(text)["project"]
+    assert project["entry-points"] == {"stagelink.transports": {"spool": "stagelink_spool"}}
+
+
+def test_it_states_the_contract_s_version() -> None:
+    assert f"`API_VERSION`, now {API_VERSION[0]}.{API_VERSION[1]}." in PAGE
+
+
+def test_its_reference_is_up_to_date() -> None:
+    script = _import("contract_reference", DOCS / "contract_reference.py")
+    assert script.render(PAGE) == PAGE, "run: python docs/contract_reference.py"
+
+
+def test_its_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", PAGE):
+        assert (DOCS / target).exists(), target
+
+
+def test_the_example_is_made_as_the_guide_says() -> None:
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "stagelink-plaintcp"
+    points = {"stagelink.transports": {"plaintcp": "stagelink_plaintcp"}}
+    assert project["entry-points"] == points
+
+
+def test_the_example_uses_public_names_of_the_contract_only() -> None:
+    source = (EXAMPLE / "src" / "stagelink_plaintcp" / "__init__.py").read_text()
+    found = set(re.findall(r"from (stagelink\S*) import", source))
+    assert found == {
+        "stagelink.transport.contract",
+        "stagelink.transport.header",
+        "stagelink.transport.hooks",
+    }
