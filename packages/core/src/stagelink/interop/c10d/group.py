@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stagelink.errors import MessageError, StagelinkError
+from stagelink.errors import StagelinkError
 from stagelink.exchange.arrival import Arrival
 from stagelink.exchange.out_link import SendJob
 from stagelink.interop.c10d.mailbox import Address
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
+    from stagelink.exchange.out_link import OutLink
+
 __all__ = ["StagelinkGroup", "register"]
 
 _NAME = "stagelink"
 _HASH_BYTES = 8
+_MOST_TAG = 2**63 - 1
 _world: StagelinkGroup | None = None
 
 
@@ -61,26 +64,17 @@ class StagelinkGroup(dist.ProcessGroup):
         self._ranks: list[int] = list(given.global_ranks_in_group) or [*range(given.group_size)]
         self._timeout: timedelta = given.timeout
         self._number = _number(given.group_id, self._ranks)
+        self._places: list[int] = []
         self._sent: Counter[tuple[int, int]] = Counter()
         self._asked: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
-        self._add_collectives(given)
         self._join(given, options)
-
-    def _add_collectives(self, given: Any) -> None:
-        store = dist.PrefixStore("collectives", given.store)
-        kinds = dist.ProcessGroup.BackendType
-        gloo = dist.ProcessGroupGloo(store, self._rank, given.group_size, given.timeout)
-        self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-        self._set_default_backend(kinds.GLOO)
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            nccl = dist.ProcessGroupNCCL(
-                dist.PrefixStore("cuda", store),
-                self._rank,
-                given.group_size,
-                dist.ProcessGroupNCCL.Options(),
-            )
-            self._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+        try:
+            self._add_collectives(given)
+        except BaseException as error:
+            for mesh in self._meshes.values() if self._owns else ():
+                mesh.abandon(error)
+            raise
 
     def _join(self, given: Any, options: C10dOptions | None) -> None:
         global _world  # noqa: PLW0603 - as torch's own default group
@@ -97,6 +91,22 @@ class StagelinkGroup(dist.ProcessGroup):
         if not is_subgroup:
             _world = self
 
+    def _add_collectives(self, given: Any) -> None:
+        # A group that was destroyed may have left its keys in the store.
+        generation = self._meshes["cpu"].rendezvous.generation
+        store = dist.PrefixStore(f"collectives/{generation}", given.store)
+        kinds = dist.ProcessGroup.BackendType
+        gloo = dist.ProcessGroupGloo(store, self._rank, given.group_size, given.timeout)
+        self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+        self._set_default_backend(kinds.GLOO)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = given.timeout
+            nccl = dist.ProcessGroupNCCL(
+                dist.PrefixStore("cuda", store), self._rank, given.group_size, options
+            )
+            self._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+
     # -- point to point
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> SendWork:
@@ -108,29 +118,30 @@ class StagelinkGroup(dist.ProcessGroup):
             tag: not negative.
 
         Raises:
-            DistBackendError: it cannot be sent, or the group has failed.
+            DistBackendError: it cannot be sent, the peer has closed, or the group has failed.
         """
         (tensor,) = tensors
-        place = self._places[peer]
-        mesh = self._mesh_for(tensor)
+        mesh, place = self._mesh_for(tensor), self._place(peer, tag)
         what = f"send to rank {self._ranks[peer]} with tag {tag}"
-        with self._lock:  # numbers and headers in one order
-            address = Address(self._number, place, tag, self._sent[peer, tag])
-            try:
-                mesh.plane.check()
-                job = self._post(mesh, address, tensor)
-            except (MessageError, StagelinkError) as error:
-                raise dist.DistBackendError(f"{what}: {error}") from error
-            self._sent[peer, tag] += 1
-        return SendWork(mesh, what, self._timeout, tensor, job)
+        try:
+            mesh.plane.check()
+            mesh.plane.check_here(place, "one that receives")
+            like = Header(
+                MessageKind.DATA,
+                dtype_code=dtype_of(tensor).code,
+                payload_bytes=tensor.nbytes,
+                shape=tuple(tensor.shape),
+            )
+            address = Address(self._number, place, tag, self._next(self._sent, peer, tag))
+            way = self._post(mesh, address, tensor, like)
+        except StagelinkError as error:
+            raise mesh.error(what, error) from error
+        return SendWork(mesh, what, self._timeout, tensor, way)
 
-    def _post(self, mesh: Mesh, address: Address, tensor: torch.Tensor) -> SendJob | None:
-        like = Header(
-            MessageKind.DATA,
-            dtype_code=dtype_of(tensor).code,
-            payload_bytes=tensor.nbytes,
-            shape=tuple(tensor.shape),
-        )
+    @staticmethod
+    def _post(
+        mesh: Mesh, address: Address, tensor: torch.Tensor, like: Header
+    ) -> tuple[SendJob, OutLink] | None:
         header = address.header(mesh.direction_to(address.peer), like)
         if address.peer == mesh.rank:
             arrival = Arrival(header, mesh.rank)
@@ -141,9 +152,12 @@ class StagelinkGroup(dist.ProcessGroup):
             header = header._replace(flags=Flag.INLINE)
             mesh.plane.post(address.peer, header, payload=raw_bytes(tensor))
             return None
-        job = SendJob(header, to_bytes(tensor))
-        mesh.link_to(address.peer).submit(job, copy=False)
-        return job
+        job, link = SendJob(header, to_bytes(tensor)), mesh.link_to(address.peer)
+        try:
+            link.submit(job, copy=False)
+        except StagelinkError as error:
+            mesh.plane.raise_blamed(error)
+        return job, link
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> RecvWork:
         """Receive into a tensor; returns at once.
@@ -154,23 +168,20 @@ class StagelinkGroup(dist.ProcessGroup):
             tag: not negative.
 
         Raises:
-            DistBackendError: the group has failed.
+            DistBackendError: nothing can be received into it, or the group has failed.
         """
         (tensor,) = tensors
-        place = self._places[peer]
-        mesh = self._mesh_for(tensor)
+        mesh, place = self._mesh_for(tensor), self._place(peer, tag)
         what = f"receive from rank {self._ranks[peer]} with tag {tag}"
         try:
             mesh.plane.check()
             dtype_of(tensor)
             link = None if place == mesh.rank else mesh.link_from(place)
-        except (MessageError, StagelinkError) as error:
-            raise dist.DistBackendError(f"{what}: {error}") from error
-        work = RecvWork(mesh, what, self._timeout, tensor, peer, link)
-        with self._lock:
-            address = Address(self._number, place, tag, self._asked[peer, tag])
-            self._asked[peer, tag] += 1
-            mesh.box.ask(address, work)
+        except StagelinkError as error:
+            raise mesh.error(what, error) from error
+        address = Address(self._number, place, tag, self._next(self._asked, peer, tag))
+        work = RecvWork(mesh, what, self._timeout, tensor, peer, address, link)
+        mesh.box.ask(address, work)
         return work
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> RecvWork:
@@ -183,6 +194,23 @@ class StagelinkGroup(dist.ProcessGroup):
         raise dist.DistBackendError(
             "stagelink receives from a rank that is named: give recv or irecv its src"
         )
+
+    def _place(self, peer: int, tag: int) -> int:
+        """Where the peer is in the mesh."""
+        if not 0 <= peer < len(self._places):
+            raise dist.DistBackendError(
+                f"stagelink: no rank {peer} in a group of {len(self._places)}"
+            )
+        if not 0 <= tag <= _MOST_TAG:
+            raise dist.DistBackendError(f"stagelink: tag {tag} is not from 0 to {_MOST_TAG}")
+        return self._places[peer]
+
+    def _next(self, counted: Counter[tuple[int, int]], peer: int, tag: int) -> int:
+        # A number is no order on the wire: whatever carries it, the message finds its place by it.
+        with self._lock:
+            number = counted[peer, tag]
+            counted[peer, tag] += 1
+        return number
 
     def _mesh_for(self, tensor: torch.Tensor) -> Mesh:
         mesh = self._meshes.get(tensor.device.type)
@@ -198,6 +226,18 @@ class StagelinkGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """``stagelink``."""
         return _NAME
+
+    @property
+    def transports(self) -> dict[str, dict[int, str]]:
+        """By kind of device: what carries messages to each other rank of the group."""
+        return {
+            device: {
+                rank: mesh.transports[place]
+                for rank, place in zip(self._ranks, self._places, strict=True)
+                if place != mesh.rank
+            }
+            for device, mesh in self._meshes.items()
+        }
 
     def shutdown(self) -> None:
         """Deliver what was sent, and close the connections, if they are this group's own."""
@@ -215,10 +255,15 @@ class StagelinkGroup(dist.ProcessGroup):
 
 
 def _connect(given: Any, options: C10dOptions, ranks: Sequence[int]) -> dict[str, Mesh]:
+    patience_s = given.timeout.total_seconds()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     return {
         device: Mesh(
-            options.plan(ranks, device), given.group_rank, given.store, f"c10d/{given.group_id}"
+            options.plan(ranks, device),
+            ranks,
+            given.group_rank,
+            dist.PrefixStore(f"c10d/{given.group_id}", given.store),
+            patience_s,
         )
         for device in devices
     }

@@ -13,8 +13,6 @@ from stagelink.exchange.arrival import Arrival
 from stagelink.transport.header import Direction, Header, MessageKind
 
 if TYPE_CHECKING:
-    import torch
-
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
     from stagelink.exchange.in_link import InLink
@@ -60,8 +58,8 @@ class Address(NamedTuple):
 class Claim(Protocol):
     """Somebody who has asked for a message."""
 
-    def buffer_for(self, header: Header) -> torch.Tensor | None:
-        """Where the payload is best put; None: wherever it comes to lie."""
+    def meet(self, arrival: Arrival) -> None:
+        """The header is here: say where the payload is best put; with a lock held."""
 
     def take(self, arrival: Arrival) -> None:
         """The message is whole; called once, on whichever thread finished it; never raises."""
@@ -92,7 +90,7 @@ class Mailbox:
             if claim is None:
                 self._here[address] = arrival
             else:
-                arrival.buffer = claim.buffer_for(frame.header)
+                claim.meet(arrival)
                 self._claimed[arrival] = claim
         if frame.header.inline:
             arrival.payload = frame.payload
@@ -109,6 +107,11 @@ class Mailbox:
         if claim is not None:
             claim.take(arrival)
             self._plane.changed()
+
+    def awaits(self, address: Address) -> bool:
+        """Whether somebody has asked for a message whose header is not here."""
+        with self._lock:
+            return address in self._claims
 
     def put(self, address: Address, arrival: Arrival) -> None:
         """A message of this rank to itself."""

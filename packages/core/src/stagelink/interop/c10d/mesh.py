@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import weakref
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.exchange.joint import Joint
@@ -18,6 +22,8 @@ from stagelink.transport.offers import survey
 from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import Store
 
     from stagelink.control.connection import Frame
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mesh"]
 
+logger = logging.getLogger("stagelink")
 _WINDOW = 16
 """Messages under way for which a link with memory of its own provides; there may be more."""
 
@@ -40,41 +47,66 @@ class Mesh(Joint):
 
     Args:
         plan: see `stagelink.interop.c10d.options.C10dOptions.plan`.
+        ranks: what the group's ranks are called, by their places in it.
         rank: this rank, by its place in the group.
-        store: of the group.
-        run: tells meshes apart that share a store.
+        store: one that only meshes of these ranks share; one after the other may.
+        patience_s: for the others to come, if the plan does not say less.
+
+    Attributes:
+        box: what was received and what is asked for.
 
     Raises:
         StagelinkError: as `stagelink.connect`.
     """
 
-    def __init__(self, plan: Plan, rank: int, store: Store, run: str) -> None:
-        rendezvous = Rendezvous(store, run, rank, plan.world_size)
+    def __init__(
+        self, plan: Plan, ranks: Sequence[int], rank: int, store: Store, patience_s: float
+    ) -> None:
+        rendezvous = Rendezvous(store, plan.name, rank, plan.world_size)
         super().__init__(plan, rank, Plugins(), rendezvous, hosts_store=False)
         self.box = Mailbox(self.plane, self.link_from)
+        self._ranks = ranks
         self._ways = Ways({}, {}, self.box.on_settled)
+        self._joined = False
+        self._early: set[int] = set()
         self._asked: set[int] = set()
         self.wire(self._ways)
-        self._out: dict[int, OutLink] = {}
-        self._in: dict[int, InLink] = {}
+        # In place of what `Wiring` does with it: here a peer is ready when it has begun to open.
+        self.plane.handle(MessageKind.READY, self._on_ready)
+        _open.add(self)
         try:
-            self._join()
+            self._join(Deadline(min(patience_s, plan.limits.connect_deadline_s)))
         except BaseException as error:
             self.abandon(error)
             raise
-        _open.add(self)
 
-    def _join(self) -> None:
+    def _join(self, deadline: Deadline) -> None:
         plan = self.plan
         asked = asked_for(plan, routes_of(plan, self.rank))
-        self.meet(
-            survey(self._plugins, asked, plan.transports), Deadline(plan.limits.connect_deadline_s)
-        )
-        # After what `Wiring` does with it: here a peer is ready when it has begun to open.
-        self.plane.handle(MessageKind.READY, self._on_ready)
+        devices = {stage.device for stage in plan.stages}
+        found = survey(self._plugins, asked, plan.transports, devices)
+        self.meet(found, deadline)
         self.wiring.enter([_WINDOW] * len(plan.edges))
-        self._out = {peer: way.link for (_, _, peer), way in self._ways.out.items()}
-        self._in = {peer: way.link for (_, _, peer), way in self._ways.into.items()}
+        with self.plane.lock:
+            self._joined = True
+        for peer in self._early:
+            self._need(peer)
+
+    # A peer may be through before this rank, and send: the links are there as soon as it knows
+    # of this rank's choice.
+
+    @cached_property
+    def _out(self) -> dict[int, OutLink]:
+        return {peer: way.link for (_, _, peer), way in self._ways.out.items()}
+
+    @cached_property
+    def _in(self) -> dict[int, InLink]:
+        return {peer: way.link for (_, _, peer), way in self._ways.into.items()}
+
+    @property
+    def transports(self) -> dict[int, str]:
+        """What carries messages to each peer, by its place in the group."""
+        return {peer: link.link.transport for peer, link in self._out.items()}
 
     def direction_to(self, peer: int) -> Direction:
         """Which way along their edge a message to a peer goes."""
@@ -94,6 +126,9 @@ class Mesh(Joint):
         if peer in self._asked:
             return
         with self.plane.lock:
+            if not self._joined:
+                self._early.add(peer)
+                return
             if peer in self._asked:
                 return
             self._asked.add(peer)
@@ -105,10 +140,21 @@ class Mesh(Joint):
         del frame
         self._need(peer)
 
+    def error(self, what: str, error: BaseException) -> dist.DistBackendError:
+        """An error for torch's caller."""
+        places = [*range(len(self._ranks))]
+        named = "" if [*self._ranks] == places else f" (ranks here are places in {self._ranks})"
+        return dist.DistBackendError(f"{what}: {error}{named}")
+
     def close(self, deadline: Deadline) -> dict[Link, int]:
-        """As `Joint.close`."""
+        """As `Joint.close`; the second time, or in a fork, nothing is done."""
+        if self.plane.forked or self not in _open:
+            return {}
         _open.discard(self)
-        return super().close(deadline)
+        lost = super().close(deadline)
+        for link, count in lost.items():
+            logger.warning("rank %d: closed with %d not delivered on %s", self.rank, count, link)
+        return lost
 
     def _tell_closed(self) -> None:
         """Nobody was told that a link was opened."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stagelink.errors import StagelinkError
+from stagelink.errors import ClosedError, PeerClosedError, StagelinkError
 from stagelink.transport.contract import Deadline
 from stagelink.transport.payload import dtype_of, from_bytes, to_bytes
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from stagelink.exchange.arrival import Arrival
     from stagelink.exchange.in_link import InLink
-    from stagelink.exchange.out_link import SendJob
+    from stagelink.exchange.out_link import OutLink, SendJob
+    from stagelink.interop.c10d.mailbox import Address
     from stagelink.interop.c10d.mesh import Mesh
-    from stagelink.transport.header import Header
+    from stagelink.transport.lanes import Moment
 
 __all__ = ["RecvWork", "SendWork"]
 
@@ -33,13 +34,15 @@ class _MessageWork(dist.Work):
         mesh: what carries it.
         what: what to call it in an error.
         timeout: of the group.
+        tensor: what is sent, or where it goes.
     """
 
-    def __init__(self, mesh: Mesh, what: str, timeout: timedelta) -> None:
+    def __init__(self, mesh: Mesh, what: str, timeout: timedelta, tensor: torch.Tensor) -> None:
         super().__init__()
         self._mesh = mesh
         self._what = what
         self._timeout = timeout
+        self._tensor = tensor
         self._error: Exception | None = None
 
     @abstractmethod
@@ -47,8 +50,12 @@ class _MessageWork(dist.Work):
         """Whether it is over; never blocks."""
 
     @abstractmethod
-    def _tensors(self) -> list[torch.Tensor]:
-        """What it is about."""
+    def _check_peer(self) -> None:
+        """Raise if it can never be over.
+
+        Raises:
+            PeerClosedError: the peer has closed.
+        """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is over.
@@ -58,25 +65,29 @@ class _MessageWork(dist.Work):
 
         Raises:
             DistBackendError: it took longer, the peer has died or closed, or it does not fit.
+                After a time-out nothing is lost: it can be waited for again.
         """
-        patience = timeout or self._timeout
+        seconds = (timeout or self._timeout).total_seconds()
         try:
-            if not self._wait(Deadline(patience.total_seconds())):
-                raise dist.DistBackendError(
-                    f"{self._what}: not done within {patience.total_seconds():g} s"
-                )
+            if not self._done() and not self._wait(Deadline(seconds)):
+                raise dist.DistBackendError(f"{self._what}: not done within {seconds:g} s")
         except StagelinkError as error:
-            raise dist.DistBackendError(f"{self._what}: {error}") from error
+            raise self._mesh.error(self._what, error) from error
         if self._error is not None:
             raise self._error
         return True
 
     def _wait(self, deadline: Deadline) -> bool:
-        return self._mesh.plane.wait(self._done, deadline)
+        return self._mesh.plane.wait(self._look, deadline)
+
+    def _look(self) -> bool:
+        if not self._done():
+            self._check_peer()
+        return self._done()
 
     def is_completed(self) -> bool:
         """Whether it is over, well or not; never blocks."""
-        return self._done() or self._mesh.plane.failure is not None
+        return self._done() or self.exception() is not None
 
     def is_success(self) -> bool:
         """Whether it is over and nothing went wrong."""
@@ -84,15 +95,22 @@ class _MessageWork(dist.Work):
 
     def exception(self) -> Exception | None:
         """What went wrong, or None."""
-        return self._error or (None if self._done() else self._mesh.plane.failure)
+        if not self._done():
+            try:
+                self._mesh.plane.check()
+                self._look()
+            except StagelinkError as error:
+                return self._mesh.error(self._what, error)
+        return self._error
 
     def synchronize(self) -> None:
         """The same as `wait`."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensor that was sent or received into."""
-        return self._tensors()
+        """The tensor that was sent or received into, after `wait`."""
+        self.wait()
+        return [self._tensor]
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future with `result`; a thread of its own waits for it."""
@@ -100,13 +118,16 @@ class _MessageWork(dist.Work):
 
         def follow() -> None:
             try:
-                self.wait()
+                result = self.result()
             except Exception as error:
                 future.set_exception(error)
             else:
-                future.set_result(self._tensors())
+                future.set_result(result)
 
-        threading.Thread(target=follow, name="stagelink-c10d-future", daemon=True).start()
+        if self._done():
+            follow()
+        else:
+            threading.Thread(target=follow, name="stagelink-c10d-future", daemon=True).start()
         return future
 
 
@@ -114,9 +135,8 @@ class SendWork(_MessageWork):
     """A message to a peer; over when the tensor is the caller's again.
 
     Args:
-        mesh, what, timeout: as above.
-        tensor: what is sent.
-        job: how it goes; None where it is gone already.
+        mesh, what, timeout, tensor: as above.
+        way: the message and the link by which it goes; None where it is gone already.
     """
 
     def __init__(
@@ -125,91 +145,109 @@ class SendWork(_MessageWork):
         what: str,
         timeout: timedelta,
         tensor: torch.Tensor,
-        job: SendJob | None,
+        way: tuple[SendJob, OutLink] | None,
     ) -> None:
-        super().__init__(mesh, what, timeout)
-        self._tensor = tensor
-        self._job = job
+        super().__init__(mesh, what, timeout, tensor)
+        self._way = way
 
     def _done(self) -> bool:
-        return self._job is None or self._job.finished
+        return self._way is None or self._way[0].finished
 
-    def _tensors(self) -> list[torch.Tensor]:
-        return [self._tensor]
+    def _check_peer(self) -> None:
+        if self._way is None:
+            return
+        job, link = self._way
+        peer, plane = link.link.target, self._mesh.plane
+        if peer in plane.gone and link.idle and not job.finished:
+            plane.check_here(peer, "room for a message")
 
 
 class RecvWork(_MessageWork):
     """A message from a peer; over when it is in the caller's tensor.
 
     Args:
-        mesh, what, timeout: as above.
-        tensor: where it goes.
+        mesh, what, timeout, tensor: as above.
         source: the peer, by its place in the group.
+        address: what the message is found by.
         link: by which it comes; None where it is this rank's own.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - a message's facts, used in one place
         self,
         mesh: Mesh,
         what: str,
         timeout: timedelta,
         tensor: torch.Tensor,
         source: int,
+        address: Address,
         link: InLink | None,
     ) -> None:
-        super().__init__(mesh, what, timeout)
-        self._tensor = tensor.detach()
+        super().__init__(mesh, what, timeout, tensor.detach())
         self._source = source
+        self._address = address
         self._link = link
+        self._plain = _is_plain(tensor)
+        self._after = None if link is None else link.lane.callers_moment()
+        self._moment: Moment | None = None
         self._over = False
 
     # -- what the mailbox asks
 
-    def buffer_for(self, header: Header) -> torch.Tensor | None:
-        """The caller's own tensor, where the message fits it byte by byte."""
-        fits = header.payload_bytes == self._tensor.nbytes
-        return self._bytes() if fits and self._tensor.is_contiguous() else None
+    def meet(self, arrival: Arrival) -> None:
+        """Lend the caller's own tensor, where the message fits it byte by byte."""
+        if self._plain and arrival.header.payload_bytes == self._tensor.nbytes:
+            arrival.after = self._after
+            arrival.buffer = to_bytes(self._tensor)
 
     def take(self, arrival: Arrival) -> None:
         """The message is whole."""
         try:
             self._fill(arrival)
         except Exception as error:  # for `wait` to raise
-            self._error = dist.DistBackendError(f"{self._what}: {error}")
+            self._error = self._mesh.error(self._what, error)
         self._over = True
 
     def _fill(self, arrival: Arrival) -> None:
-        size = arrival.header.payload_bytes
+        size, payload = arrival.header.payload_bytes, arrival.payload
         if size != self._tensor.nbytes:
             raise ValueError(
                 f"the message has {size} bytes (shape {list(arrival.header.shape)}), the tensor "
                 f"{self._tensor.nbytes} (shape {list(self._tensor.shape)})"
             )
-        payload = arrival.payload
-        if self._link is not None:
-            self._link.hand_over(arrival)
-        if isinstance(payload, bytes):
-            payload = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if size else None
+        self._moment = arrival.moment
         if payload is None or payload is arrival.buffer or not size:
             return
-        if not self._tensor.is_contiguous():
-            dtype = dtype_of(self._tensor)
-            self._tensor.copy_(from_bytes(payload, dtype, tuple(self._tensor.shape)))
-        elif self._tensor.is_cpu:
-            ctypes.memmove(self._tensor.data_ptr(), payload.data_ptr(), size)
-        else:
-            self._bytes().copy_(payload)
+        if isinstance(payload, bytes):
+            payload = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if self._link is None:
+            self._copy(payload)
+            return
+        lane = self._link.lane
+        with lane.entered(self._after):
+            self._copy(payload)
+            self._moment = lane.moment()
 
-    def _bytes(self) -> torch.Tensor:
-        return to_bytes(self._tensor)
+    def _copy(self, payload: torch.Tensor) -> None:
+        tensor = self._tensor
+        if not self._plain:
+            tensor.copy_(from_bytes(payload, dtype_of(tensor), tuple(tensor.shape)))
+        elif tensor.is_cpu:
+            ctypes.memmove(tensor.data_ptr(), payload.data_ptr(), payload.numel())
+        else:
+            to_bytes(tensor).copy_(payload)
 
     # -- what c10d asks
 
     def _done(self) -> bool:
         return self._over
 
-    def _tensors(self) -> list[torch.Tensor]:
-        return [self._tensor]
+    def _check_peer(self) -> None:
+        link, plane = self._link, self._mesh.plane
+        peer = self._address.peer
+        if link is None or peer not in plane.gone:
+            return
+        if link.given_up or self._mesh.box.awaits(self._address):
+            plane.check_here(peer, "a message")
 
     def _source_rank(self) -> int:
         return self._source
@@ -218,22 +256,43 @@ class RecvWork(_MessageWork):
         """The peer, by its place in the group."""
         return self._source
 
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As of any work; on a device with streams the caller's goes on when the payload is there.
+
+        Raises:
+            DistBackendError: as of any work.
+        """
+        super().wait(timeout)
+        if self._link is not None and self._moment is not None:
+            self._link.lane.hand_over(self._tensor, self._moment)
+        return True
+
     def is_completed(self) -> bool:
         """As of any work; where a caller is to finish what has come, a worker does."""
         if not self._over and self._link is not None and self._link.drivable:
             self._link.drain()
-        return super().is_completed()
+        return super().is_completed() and (self._moment is None or self._moment.reached)
 
     def _wait(self, deadline: Deadline) -> bool:
-        link = self._link
+        link, plane = self._link, self._mesh.plane
         if link is None or not link.finishes_in_caller:
             return super()._wait(deadline)
 
         def look() -> bool:
-            return self._over or link.drivable
+            return link.drivable or self._look()
 
-        while self._mesh.plane.wait(look, deadline):
+        while plane.wait(look, deadline):
             if self._over:
                 return True
-            link.drive(deadline)
+            try:
+                link.drive(deadline)
+            except (ClosedError, PeerClosedError):
+                raise
+            except StagelinkError as error:
+                plane.raise_blamed(error)
         return False
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory is its elements in logical order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,0 +1,756 @@
+"""Programs that try one feature of the c10d backend each, and assert for themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from stagelink.exchange.out_link import SendJob
+from stagelink.exchange.wiring import Wiring
+from stagelink.interop.c10d import CONFIG_VARIABLE, C10dOptions
+from stagelink.interop.c10d.mailbox import Address
+from stagelink.interop.c10d.mesh import Mesh
+from stagelink.interop.c10d.works import RecvWork
+from stagelink.plan.dtypes import DTYPES
+from stagelink.testing import no_leaks, report
+from stagelink.transport.contract import Deadline
+from stagelink.transport.header import Header, MessageKind
+from tests.interop.c10d_programs import PATIENCE, STAGELINK, world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed import Store
+
+SMALL, LARGE = 1000, 100_000  # bytes: with the header, and by a transport
+SOON = timedelta(seconds=5)
+SHORT = timedelta(milliseconds=50)
+
+
+def filled(size: int, seed: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Bytes that both ends can make."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (size * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    if dtype is torch.bool:
+        return (raw & 1).bool()
+    return raw.view(dtype)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit, whatever the numbers are."""
+    return one.dtype == other.dtype and torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+def everywhere(rank: int, size: int, store: Store, program: Callable[..., None]) -> None:
+    """Run a program in a world whose end leaves nothing behind."""
+    with no_leaks("threads", "descriptors", "shared mappings"), world(rank, size, store):
+        program(rank, size)
+        dist.barrier()
+
+
+# -- what is sent
+
+
+def dtypes(rank: int, size: int) -> None:
+    for dtype in [getattr(torch, known.name) for known in DTYPES if hasattr(torch, known.name)]:
+        if dtype.is_complex:
+            expected = filled(6, 1, torch.float64).view(torch.complex128).to(dtype)
+        else:
+            expected = filled(6, 1, dtype)
+        for count in (1, 4000):
+            sent = expected.repeat(count)
+            if rank == 0:
+                dist.send(sent, 1)
+            else:
+                got = torch.zeros_like(sent)
+                assert dist.recv(got, 0) == 0
+                assert same(got, sent), dtype
+
+
+def layouts(rank: int, size: int) -> None:
+    whole = filled(4 * LARGE, 2).view(torch.int32)
+    cases: list[tuple[torch.Tensor, torch.Tensor]] = [
+        (torch.tensor(7.5), torch.tensor(0.0)),
+        (torch.empty(0), torch.empty(0)),
+        (torch.empty(3, 0, 2), torch.empty(3, 0, 2)),
+        (whole.view(100, -1).t(), torch.zeros(1000, 100, dtype=torch.int32)),
+        (whole.view(100, -1), torch.zeros(1000, 100, dtype=torch.int32).t()),
+        (whole[::2], torch.zeros(LARGE, dtype=torch.int32)[::2]),
+        (whole[:20:2], torch.zeros(20, dtype=torch.int32)[::2]),
+        (torch.tensor(3).expand(40_000), torch.zeros(40_000, dtype=torch.int64)),
+        (torch.view_as_complex(torch.ones(3, 2)).conj().imag, torch.zeros(3)),
+        (torch.ones(2, 3, 4, 5, requires_grad=True), torch.zeros(2, 3, 4, 5, requires_grad=True)),
+        (torch.nn.Parameter(torch.ones(40_000)), torch.nn.Parameter(torch.zeros(40_000))),
+        (torch.ones(1, 1, 1, 1, 1, 1, 1, 2), torch.zeros(2, 1, 1, 1, 1, 1, 1, 1)),
+    ]
+    for sent, into in cases:
+        if rank == 0:
+            dist.send(sent, 1)
+        else:
+            dist.recv(into, 0)
+            assert torch.equal(
+                into.view(-1) if into.shape != sent.shape else into,
+                sent.reshape(-1) if into.shape != sent.shape else sent,
+            )
+
+
+def what_is_around_a_target_stays(rank: int, size: int) -> None:
+    if rank == 0:
+        dist.send(torch.ones(LARGE, dtype=torch.uint8), 1)
+    else:
+        whole = torch.zeros(LARGE + 200, dtype=torch.uint8)
+        dist.recv(whole[100:-100], 0)
+        assert int(whole.sum()) == LARGE
+        assert not whole[:100].any()
+        assert not whole[-100:].any()
+
+
+def a_negated_target(rank: int, size: int) -> None:
+    if rank == 0:
+        dist.send(torch.tensor([2.0]), 1)
+    else:
+        target = torch.zeros(1, dtype=torch.complex64)
+        dist.recv(target.conj().imag, 0)
+        assert target.imag.item() == -2.0
+
+
+def objects(rank: int, size: int) -> None:
+    sent = [{"a": 1}, "two", torch.arange(5), b"x" * LARGE]
+    if rank == 0:
+        dist.send_object_list(sent, 1)
+    else:
+        got: list[Any] = [None] * 4
+        assert dist.recv_object_list(got, 0) == 0
+        assert got[:2] == sent[:2]
+        assert got[3] == sent[3]
+        assert torch.equal(got[2], torch.arange(5))
+
+
+# -- order
+
+
+def more_than_a_window(rank: int, size: int) -> None:
+    """No isend waits, however many there are; on gloo such a program runs."""
+    count = 60
+    peer = 1 - rank
+    works = [dist.isend(filled(LARGE, 100 * rank + n), peer) for n in range(count)]
+    dist.barrier()  # nobody has received anything yet
+    for n in range(count):
+        got = torch.zeros(LARGE, dtype=torch.uint8)
+        dist.recv(got, peer)
+        assert torch.equal(got, filled(LARGE, 100 * peer + n))
+    for work in works:
+        assert work is not None
+        assert work.wait()
+
+
+def tags_in_any_order(rank: int, size: int) -> None:
+    """Small messages overtake large ones on the wire, and still find their places."""
+    sizes = [LARGE, SMALL, 0, 5 * LARGE, 1] * 3
+    if rank == 0:
+        works = [dist.isend(filled(length, n), 1, tag=n % 4) for n, length in enumerate(sizes)]
+        dist.barrier()
+        for work in works:
+            assert work is not None
+            work.wait()
+        return
+    by_tag = [[n for n in range(len(sizes)) if n % 4 == tag] for tag in (2, 0, 3, 1)]
+    got = {n: torch.zeros(sizes[n], dtype=torch.uint8) for n in range(len(sizes))}
+    early = [(n, dist.irecv(got[n], 0, tag=n % 4)) for n in by_tag[0]]
+    dist.barrier()
+    for n in [n for numbers in by_tag[1:] for n in numbers]:
+        dist.recv(got[n], 0, tag=n % 4)
+    for _, work in reversed(early):
+        assert work is not None
+        work.wait()
+    assert all(torch.equal(got[n], filled(sizes[n], n)) for n in got)
+
+
+def both_send_first(rank: int, size: int) -> None:
+    for length in (SMALL, LARGE, 40 * LARGE):
+        for _ in range(3):
+            dist.send(filled(length, rank), 1 - rank)
+            got = torch.zeros(length, dtype=torch.uint8)
+            dist.recv(got, 1 - rank)
+            assert torch.equal(got, filled(length, 1 - rank))
+
+
+def a_batch_in_a_ring(rank: int, size: int) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for length in (SMALL, LARGE):
+        into = [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, filled(length, rank), after),
+                dist.P2POp(dist.irecv, into[0], before),
+                dist.P2POp(dist.irecv, into[1], after, tag=1),
+                dist.P2POp(dist.isend, filled(length, rank), before, tag=1),
+            ]
+        )
+        assert len(works) == 4
+        for work in works:
+            work.wait()
+        assert torch.equal(into[0], filled(length, before))
+        assert torch.equal(into[1], filled(length, after))
+
+
+def to_oneself(rank: int, size: int) -> None:
+    for length in (0, SMALL, LARGE):
+        sent, first, second = filled(length, 3), *(torch.zeros(length).byte() for _ in range(2))
+        early = dist.irecv(first, rank)
+        works = [dist.isend(sent, rank), dist.isend(sent, rank)]
+        sent.zero_()  # it is gone already
+        for work in (early, dist.irecv(second, rank), *works):
+            assert work is not None
+            assert work.wait()
+            assert work.is_completed()
+        assert torch.equal(first, filled(length, 3))
+        assert torch.equal(second, filled(length, 3))
+
+
+def many_threads(rank: int, size: int) -> None:
+    wrong: list[Any] = []
+
+    def exchange(tag: int) -> None:
+        for n in range(30):
+            length = (SMALL, LARGE)[(n + tag) % 2]
+            work = dist.isend(filled(length, n + tag + rank), 1 - rank, tag=tag)
+            got = torch.zeros(length, dtype=torch.uint8)
+            dist.recv(got, 1 - rank, tag=tag)
+            if not torch.equal(got, filled(length, n + tag + 1 - rank)):
+                wrong.append((tag, n))
+            assert work is not None
+            work.wait()
+
+    threads = [threading.Thread(target=exchange, args=(tag,)) for tag in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# -- works
+
+
+def a_work_of_a_send(rank: int, size: int) -> None:
+    if rank == 0:
+        for length in (SMALL, LARGE):
+            sent = filled(length, 0)
+            work = dist.isend(sent, 1)
+            assert work is not None
+            assert work.wait(SOON)
+            assert work.is_completed()
+            assert work.is_success()
+            assert work.exception() is None
+            assert work.result()[0].data_ptr() == sent.data_ptr()
+            assert work.get_future().wait()[0].data_ptr() == sent.data_ptr()
+            sent.zero_()  # it is the caller's again
+    dist.barrier()
+    if rank == 1:
+        for length in (SMALL, LARGE):
+            got = torch.zeros(length, dtype=torch.uint8)
+            dist.recv(got, 0)
+            assert torch.equal(got, filled(length, 0))
+
+
+def a_work_of_a_receive(rank: int, size: int) -> None:
+    for length in (SMALL, LARGE, 200 * LARGE):
+        if rank == 0:
+            dist.barrier()
+            dist.send(filled(length, 0), 1)
+            continue
+        got = torch.zeros(length, dtype=torch.uint8)
+        work = dist.irecv(got, 0)
+        assert work is not None
+        future = work.get_future()
+        assert not work.is_completed()
+        assert not work.is_success()
+        assert work.exception() is None
+        assert not future.done()
+        with pytest.raises(dist.DistBackendError, match=r"from rank 0 with tag 0.* 0\.05 s"):
+            work.wait(SHORT)
+        dist.barrier()
+        # Also where nobody waits: whoever only looks sees it come.
+        while not work.is_completed():
+            pass
+        work.synchronize()
+        assert work.wait()
+        assert work.wait()
+        assert work.is_success()
+        assert work._source_rank() == 0
+        assert future.wait()[0].data_ptr() == got.data_ptr()
+        assert torch.equal(got, filled(length, 0))
+
+
+def a_work_that_nobody_keeps(rank: int, size: int) -> None:
+    got = torch.zeros(LARGE, dtype=torch.uint8)
+    if rank == 0:
+        dist.isend(filled(LARGE, 0), 1)
+        dist.isend(filled(LARGE, 1), 1)
+    else:
+        dist.irecv(got, 0)
+        last = torch.zeros(LARGE, dtype=torch.uint8)
+        dist.recv(last, 0)
+        assert torch.equal(last, filled(LARGE, 1))
+        assert torch.equal(got, filled(LARGE, 0))
+
+
+def the_time_out_of_a_group(rank: int, size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=0.1))
+    got = torch.zeros(SMALL, dtype=torch.uint8)
+    if rank == 1:
+        with pytest.raises(dist.DistBackendError, match=r"not done within 0\.1 s"):
+            dist.recv(got, 0, group=group)
+    dist.barrier()
+    if rank == 0:  # what was asked for is still asked for: the next one is the second
+        dist.send(filled(SMALL, 0), 1, group=group)
+        dist.send(filled(SMALL, 1), 1, group=group)
+    else:
+        dist.recv(got, 0, group=group)
+        assert torch.equal(got, filled(SMALL, 1))
+
+
+# -- what is refused
+
+
+def refused(message: str) -> Any:
+    return pytest.raises(dist.DistBackendError, match=message)
+
+
+def sizes_that_do_not_fit(rank: int, size: int) -> None:
+    for length, wanted in ((SMALL, 10), (10, SMALL), (LARGE, 10), (10, LARGE), (LARGE, 2 * LARGE)):
+        for early in (True, False):
+            if rank == 0:
+                if early:
+                    dist.barrier()
+                dist.send(filled(length, 0), 1)
+                dist.send(filled(length, 1), 1)
+                if not early:
+                    dist.barrier()
+                continue
+            if not early:
+                dist.barrier()
+            into = torch.zeros(wanted, dtype=torch.uint8)
+            work = dist.irecv(into, 0)
+            assert work is not None
+            if early:
+                dist.barrier()
+            text = rf"from rank 0 with tag 0: the message has {length} bytes .*tensor {wanted} "
+            with refused(text):
+                work.wait()
+            assert work.is_completed()
+            assert not work.is_success()
+            assert re.search(text, str(work.exception()))
+            assert not into.any()
+            good = torch.zeros(length, dtype=torch.uint8)
+            dist.recv(good, 0)  # nothing else is harmed
+            assert torch.equal(good, filled(length, 1))
+
+
+def what_cannot_be_sent(rank: int, size: int) -> None:
+    peer = 1 - rank
+    tensor = torch.ones(3)
+    with refused("name.*its src"):
+        dist.recv(tensor)
+    with refused("name.*its src"):
+        dist.irecv(tensor)
+    call: Any
+    for call in (dist.isend, dist.irecv):
+        with refused("no links for tensors on 'meta'"):
+            call(torch.empty(3, device="meta"), peer)
+        with refused(f"rank {peer} with tag 0: .*layout"):
+            call(torch.eye(3).to_sparse(), peer)
+        with refused("at most 8"):
+            call(torch.ones([1] * 9), peer)
+        with refused("qint8"):
+            call(torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8), peer)
+        with refused("tag -1"):
+            call(tensor, peer, tag=-1)
+        with refused("tag 9223372036854775808"):
+            call(tensor, peer, tag=2**63)
+        with refused("no rank 5"):
+            call(tensor, group_dst=5) if call is dist.isend else call(tensor, group_src=5)
+    with refused("overlap|single memory|internal"):
+        work = dist.irecv(torch.zeros(1).expand(3), peer)
+        dist.send(torch.ones(3), peer)
+        assert work is not None
+        work.wait()
+    # Nothing of that harms what follows, or takes a number.
+    dist.send(torch.full((3,), float(rank)), peer)
+    dist.recv(tensor, peer)
+    assert tensor.tolist() == [peer] * 3
+    largest = 2**63 - 1
+    dist.send(torch.full((3,), float(rank)), peer, tag=largest)
+    dist.recv(tensor, peer, tag=largest)
+
+
+# -- groups
+
+
+LISTS = [[0, 2], [1, 2, 3], [0, 2], [0, 1, 2, 3], [3, 1, 0]]
+
+
+def subgroups(rank: int, size: int) -> None:
+    """Overlapping, in another order, one beside the same one."""
+    groups: list[Any] = [dist.new_group(ranks, sort_ranks=False) for ranks in LISTS]
+    mine = [n for n, ranks in enumerate(LISTS) if rank in ranks]
+    for length in (SMALL, LARGE):
+        # Everything to everybody before anything is received.
+        works = [
+            dist.isend(filled(length, 100 * n + 10 * rank + peer), peer, group=groups[n])
+            for n in mine
+            for peer in _others(n, rank)
+        ]
+        for n in reversed(mine):
+            for peer in _others(n, rank):
+                got = torch.zeros(length, dtype=torch.uint8)
+                dist.recv(got, group=groups[n], group_src=LISTS[n].index(peer))
+                assert torch.equal(got, filled(length, 100 * n + 10 * peer + rank))
+        for work in works:
+            assert work is not None
+            work.wait()
+    for n in mine:
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=groups[n])
+        assert total.item() == sum(LISTS[n])
+    if rank in LISTS[0]:
+        assert groups[0]._meshes is dist.group.WORLD._meshes  # type: ignore[union-attr]
+        dist.destroy_process_group(groups[0])
+    dist.barrier()
+    a_batch_in_a_ring(rank, size)
+
+
+def _others(number: int, rank: int) -> list[int]:
+    return [peer for peer in LISTS[number] if peer != rank]
+
+
+def beside_gloo(rank: int, size: int, store: Store) -> None:
+    """A group of ours in a gloo world has connections of its own."""
+    with no_leaks("threads", "descriptors"), world(rank, size, store, "gloo"):
+        # Torch sees to it that a group of ours is made on its ranks only.
+        ours: Any = dist.new_group([2, 1], backend="stagelink", sort_ranks=False)
+        if rank in (1, 2):
+            peer = 3 - rank
+            got = torch.zeros(LARGE, dtype=torch.uint8)
+            dist.send(filled(LARGE, rank), peer, group=ours)
+            dist.recv(got, peer, group=ours)
+            assert torch.equal(got, filled(LARGE, peer))
+            assert ours.transports["cpu"].keys() == {peer}
+        dist.barrier()
+        if rank == 1:
+            dist.destroy_process_group(ours)
+        elif rank == 2:
+            with refused(r"from rank 1 .*closed.*places in \[2, 1\]"):
+                dist.recv(torch.zeros(1), 1, group=ours)
+            dist.destroy_process_group(ours)
+        del ours  # as with gloo's own groups: its sockets live as long as it does
+        again = dist.new_group(backend="stagelink")
+        dist.send(filled(SMALL, rank), (rank + 1) % size, group=again)
+        got = torch.zeros(SMALL, dtype=torch.uint8)
+        dist.recv(got, (rank - 1) % size, group=again)
+        assert torch.equal(got, filled(SMALL, (rank - 1) % size))
+        dist.barrier()
+        del again
+
+
+def made_again(rank: int, size: int, store: Store) -> None:
+    """Destroyed and made again, on one store and with the names of the first."""
+    for turn in range(3):
+        with no_leaks("threads", "descriptors"), world(rank, size, store):
+            group = dist.new_group([0, 1])
+            got = torch.zeros(LARGE, dtype=torch.uint8)
+            dist.isend(filled(LARGE, turn + rank), 1 - rank, group=group)
+            dist.recv(got, 1 - rank, group=group)
+            assert torch.equal(got, filled(LARGE, turn + 1 - rank))
+            total = torch.tensor([rank])
+            dist.all_reduce(total, group=group)
+            assert total.item() == 1
+            del group
+
+
+def alone(rank: int, size: int) -> None:
+    to_oneself(rank, size)
+
+
+def hears_early(rank: int, size: int, store: Store) -> None:
+    """A rank may be sent something before it knows that it has met all others."""
+    enter = Wiring.enter
+
+    def slow(wiring: Wiring, windows: Sequence[int]) -> None:
+        enter(wiring, windows)
+        box: Any = wiring._ways.settled.__self__  # type: ignore[attr-defined]
+        assert wiring.plane.wait(lambda: bool(box._here), Deadline(20))
+
+    if rank == 0:
+        Wiring.enter = slow  # type: ignore[method-assign, assignment]
+    try:
+        mesh = Mesh(C10dOptions().plan([0, 1], "cpu"), [0, 1], rank, store, 20)
+    finally:
+        Wiring.enter = enter  # type: ignore[method-assign]
+    sent = filled(LARGE, 0)
+    address = Address(1, 1 - rank, 0, 0)
+    if rank == 1:
+        like = Header(MessageKind.DATA, payload_bytes=LARGE, shape=(LARGE,))
+        header = address.header(mesh.direction_to(0), like)
+        mesh.link_to(0).submit(SendJob(header, sent), copy=False)
+    else:
+        got = torch.zeros_like(sent)
+        work = RecvWork(mesh, "it", PATIENCE, got, 1, address, mesh.link_from(1))
+        mesh.box.ask(address, work)
+        assert work.wait()
+        assert torch.equal(got, sent)
+    mesh.close(Deadline(20))
+
+
+# -- ends
+
+
+def closes_early(rank: int, size: int, store: Store) -> None:
+    """What was sent before is received; what can never come ends at once, not at the time-out."""
+    dist.init_process_group(STAGELINK, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    if rank == 0:
+        dist.send(filled(SMALL, 0), 1)
+        dist.send(filled(LARGE, 1), 1)
+        dist.destroy_process_group()
+        return
+    posted = dist.irecv(torch.zeros(3), 0, tag=9)
+    assert posted is not None
+    for length, seed in ((SMALL, 0), (LARGE, 1)):
+        got = torch.zeros(length, dtype=torch.uint8)
+        dist.recv(got, 0)
+        assert torch.equal(got, filled(length, seed))
+    with refused("rank 0 with tag 9.*rank 0 closed"):
+        posted.wait()
+    assert posted.is_completed()
+    assert not posted.is_success()
+    assert "rank 0 closed" in str(posted.exception())
+    with refused("receive from rank 0.*rank 0 closed"):
+        dist.recv(torch.zeros(3), 0)
+    with refused("send to rank 0.*rank 0 closed"):
+        dist.send(torch.zeros(3), 0)
+    dist.destroy_process_group()
+    with refused("closed"):
+        posted.wait()
+
+
+def no_room_any_more(rank: int, size: int, store: Store) -> None:
+    """Whoever waits for room hears of it when the peer closes."""
+    dist.init_process_group(STAGELINK, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    if rank == 0:
+        group: Any = dist.group.WORLD
+        link = group._meshes["cpu"].link_to(1)
+        dist.send(filled(LARGE, 0), 1)
+        link._sender.begin = lambda *message: None  # it has no room, and never will
+        work = dist.isend(filled(LARGE, 1), 1)
+        assert work is not None
+        assert not work.is_completed()
+        dist.barrier()
+        with refused("send to rank 1.*closed"):
+            work.wait()
+        assert work.is_completed()
+        assert work.exception() is not None
+    else:
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def dies(rank: int, size: int, store: Store) -> str:
+    """Rank 0 is killed; the others have posted receives, from it and from each other."""
+    dist.init_process_group(STAGELINK, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    if rank == 0:
+        dist.barrier()
+        report("ready")
+        threading.Event().wait()
+    tensors = [torch.zeros(LARGE, dtype=torch.uint8) for _ in range(2)]
+    posted = [dist.irecv(into, peer) for into, peer in zip(tensors, (0, 3 - rank), strict=True)]
+    future = posted[0].get_future() if posted[0] is not None else None
+    dist.barrier()
+    with refused("rank 0 died") as found:
+        assert posted[1] is not None
+        posted[1].wait()
+    assert future is not None
+    with pytest.raises(RuntimeError, match="rank 0 died"):
+        future.wait()
+    for work in posted:
+        assert work is not None
+        assert work.is_completed()
+        assert "rank 0 died" in str(work.exception())
+    for call in (dist.isend, dist.irecv):
+        with refused("rank 0 died"):
+            call(torch.zeros(3), 3 - rank)
+    dist.destroy_process_group()
+    return str(found.value)
+
+
+def aborts(rank: int, size: int, store: Store) -> None:
+    dist.init_process_group(STAGELINK, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    work = dist.irecv(torch.zeros(3), 1 - rank)
+    assert work is not None
+    dist.barrier()
+    if rank == 0:
+        dist.group.WORLD.abort()  # type: ignore[union-attr]
+    with refused("the process group was aborted"):
+        work.wait()
+    dist.destroy_process_group()
+
+
+def forks(rank: int, size: int) -> None:
+    """A child, a loader's for one, is told that the group is not its own, and ends in peace."""
+    dist.barrier()
+    child = os.fork()
+    if child == 0:
+        try:
+            with refused("fork"):
+                dist.send(torch.ones(3), 1 - rank)
+            dist.group.WORLD.shutdown()  # type: ignore[union-attr]
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    both_send_first(rank, size)
+
+
+# -- options
+
+
+RULES = """
+[[links]]
+from_rank = 0
+to_rank = 1
+transport = "gloo"
+
+[[links]]
+transport = "shm"
+"""
+
+
+def by_rules(rank: int, size: int, store: Store, how: str, path: str) -> dict[int, str]:
+    """Links by pair, and what was used is what was asked for."""
+    options = None
+    Path(path).write_text(RULES)
+    if how == "options":
+        options = C10dOptions.load(path)
+    else:
+        os.environ[CONFIG_VARIABLE] = path
+    try:
+        with world(rank, size, store, options=options):
+            a_batch_in_a_ring(rank, size)
+            group: Any = dist.group.WORLD
+            found: dict[int, str] = group.transports["cpu"]
+            sub: Any = dist.new_group([0, 1])
+            if rank in (0, 1):
+                assert sub.transports["cpu"] == {1 - rank: "gloo"}
+            threads = {thread.name for thread in threading.enumerate()}
+            assert any("gloo" in name for name in threads) == (rank != 2)
+            return found
+    finally:
+        os.environ.pop(CONFIG_VARIABLE, None)
+
+
+def wrong_options(rank: int, size: int, store: Store, tables: dict[str, Any] | str) -> str:
+    """What the error says."""
+    options = None
+    if isinstance(tables, str):
+        os.environ[CONFIG_VARIABLE] = tables
+    else:
+        options = C10dOptions(tables)
+    try:
+        dist.init_process_group(
+            STAGELINK, store=store, rank=rank, world_size=size, pg_options=options
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.pop(CONFIG_VARIABLE, None)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return "nothing"
+
+
+def options_that_differ(rank: int, size: int, store: Store) -> str:
+    return wrong_options(rank, size, store, {"control": {"inline_bytes": 100 + rank}})
+
+
+# -- collectives
+
+
+def collectives(rank: int, size: int) -> None:
+    one = torch.tensor([float(rank)])
+    total = one.clone()
+    dist.all_reduce(total)
+    assert total.item() == 3
+    work = dist.all_reduce(total, async_op=True)
+    assert work is not None
+    work.wait()
+    given = torch.tensor([float(rank)])
+    dist.broadcast(given, 2)
+    assert given.item() == 2
+    everyone = [torch.zeros(1) for _ in range(size)]
+    dist.all_gather(everyone, one)
+    assert [x.item() for x in everyone] == [0, 1, 2]
+    flat = torch.zeros(size)
+    dist.all_gather_single(flat, one) if hasattr(dist, "all_gather_single") else (
+        dist.all_gather_into_tensor(flat, one)
+    )
+    assert flat.tolist() == [0, 1, 2]
+    dist.gather(one, everyone if rank == 1 else None, dst=1)
+    mine = torch.zeros(1)
+    dist.scatter(mine, [torch.tensor([float(n)]) for n in range(size)] if rank == 0 else None)
+    assert mine.item() == rank
+    dist.reduce(total, 0)
+    dist.reduce_scatter(mine, [torch.tensor([float(n)]) for n in range(size)])
+    assert mine.item() == size * rank
+    swapped = torch.zeros(size)
+    dist.all_to_all_single(swapped, torch.full((size,), float(rank)))
+    assert swapped.tolist() == [0, 1, 2]
+    said: list[Any] = [None] * size
+    dist.all_gather_object(said, f"rank {rank}")
+    assert said == ["rank 0", "rank 1", "rank 2"]
+    told = ["x" if rank == 0 else None]
+    dist.broadcast_object_list(told, 0)
+    assert told == ["x"]
+    everybody: Any = dist.group.WORLD
+    found = funcol.all_reduce(one, "sum", everybody)
+    assert found.item() == 3
+    gathered = funcol.all_gather_tensor(one, 0, everybody)
+    assert gathered.tolist() == [0, 1, 2]
+    dist.barrier()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    weight = model.module.weight.grad
+    assert weight is not None
+    assert weight.tolist() == [[1.0, 1.0]]
+
+
+IN_A_PAIR: Sequence[Callable[[int, int], None]] = (
+    dtypes,
+    layouts,
+    what_is_around_a_target_stays,
+    a_negated_target,
+    objects,
+    more_than_a_window,
+    tags_in_any_order,
+    both_send_first,
+    a_batch_in_a_ring,
+    to_oneself,
+    many_threads,
+    a_work_of_a_send,
+    a_work_of_a_receive,
+    a_work_that_nobody_keeps,
+    the_time_out_of_a_group,
+    sizes_that_do_not_fit,
+    what_cannot_be_sent,
+    forks,
+)
