@@ -66,6 +66,13 @@ class GlooGroup(PairGroup):
         self._backend = None  # closes its sockets, which ends what the other rank waits for
 
 
+def let_issuers_end() -> None:
+    """Wait for the issuing threads of handlers that failed; until then no other may begin."""
+    for thread in threading.enumerate():
+        if thread.name == "stagelink-nccl-issue":
+            thread.join(CONNECT_S)
+
+
 class _Waited:
     def __init__(self, work: Work) -> None:
         self._error: BaseException | None = None

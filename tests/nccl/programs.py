@@ -10,7 +10,7 @@ import torch
 from stagelink.errors import StagelinkError
 from stagelink_nccl.slot import IssueSlot
 from tests.nccl.journal import Journal, journal
-from tests.nccl.over_gloo import NcclOverGloo
+from tests.nccl.over_gloo import NcclOverGloo, let_issuers_end
 from tests.support.pipelines import Wire, document, joined, tensor
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def by_chance(
             with joined(rank, world_size, store, given, [NcclOverGloo]) as comm:
                 _session(comm, random.Random(f"{seed} {rank}"))
         except StagelinkError:
+            let_issuers_end()
             if kind is None:
                 raise
     return entries

@@ -15,7 +15,7 @@ import stagelink
 from stagelink.transport.lanes import HostLane, Moment
 from stagelink_nccl import issuer
 from stagelink_nccl.link import _LinkTask
-from tests.nccl.over_gloo import GlooGroup, NcclOverGloo
+from tests.nccl.over_gloo import GlooGroup, NcclOverGloo, let_issuers_end
 from tests.support.pipelines import Wire, document, joined, tensor
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ def _close_with(rank: int, world_size: int, store: Store, how: str) -> list[bool
                     _fail()
         except (ValueError, stagelink.StagelinkError):
             assert how == "fails"
+            let_issuers_end()
     return given_back
 
 
@@ -216,6 +217,7 @@ def _receive_what_failed(rank: int, world_size: int, store: Store) -> str:
                 else:
                     session.recv("h", 0)
         except stagelink.StagelinkError as error:
+            let_issuers_end()
             return str(error)
     return "it was taken for good"
 
@@ -235,6 +237,7 @@ def _close_while_stuck(rank: int, world_size: int, store: Store) -> tuple[float,
         raise RuntimeError("let go")
 
     plan = document(Wire(NcclOverGloo.name, processes=True))
+    began = time.monotonic()
     with patch.object(GlooGroup, "start", start):
         try:
             with joined(rank, world_size, store, plan, [NcclOverGloo]) as comm:
@@ -242,8 +245,7 @@ def _close_while_stuck(rank: int, world_size: int, store: Store) -> tuple[float,
                     if rank == 0:
                         session.send("h", torch.ones(3000), 0)
                     stuck.wait()
-                    comm.reduce([0.0])
-                began = time.monotonic()
+                    comm.reduce([0.0])  # the other may have failed before it is through here
                 _fail()
         except (ValueError, stagelink.StagelinkError):
             took_s = time.monotonic() - began
@@ -253,7 +255,8 @@ def _close_while_stuck(rank: int, world_size: int, store: Store) -> tuple[float,
     except stagelink.StagelinkError as error:
         said = str(error)
     free.set()
-    _wait_for_the_thread()
+    let_issuers_end()
+    assert not issuer._only_one.locked()
     return took_s, said
 
 
@@ -263,13 +266,6 @@ def _fail() -> None:
 
 def _second(store: Store) -> Store:
     return torch.distributed.PrefixStore("second", store)
-
-
-def _wait_for_the_thread() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "stagelink-nccl-issue":
-            thread.join(20.0)
-    assert not issuer._only_one.locked()
 
 
 def test_a_stuck_thread_holds_nobody_up(rank_pool: RankPool) -> None:

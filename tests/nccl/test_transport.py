@@ -14,7 +14,7 @@ from stagelink.errors import TransportError
 from stagelink.transport.contract import Deadline, Link, Place
 from stagelink_nccl import Nccl, NcclOptions
 from stagelink_nccl.groups import NcclGroups, PairGroup
-from tests.nccl.over_gloo import GlooGroup, NcclOverGloo
+from tests.nccl.over_gloo import GlooGroup, NcclOverGloo, let_issuers_end
 from tests.nccl.programs import NCCL
 from tests.support.pipelines import document, joined
 
@@ -171,9 +171,8 @@ def _fails_in_the_middle(rank: int, world_size: int, store: Store) -> str:
         try:
             with joined(rank, world_size, store, document(NCCL), [NcclOverGloo]) as comm:
                 _exchange(comm)
-        except TransportError as error:
-            return str(error)
-        except stagelink.AbortedError as error:
+        except (TransportError, stagelink.AbortedError) as error:
+            let_issuers_end()
             return str(error)
     return "nothing happened"
 

@@ -169,10 +169,11 @@ class Cupy(Transport):
     def _hold(self, port: Port) -> Holding:
         region = Region(self.runtime(), self.device(), port.lane.handle, self.options.region_bytes)
         region.use()
-        self._holdings.append(Holding(port, region))
+        holding = Holding(port, region)
+        self._holdings.append(holding)  # pairs of ranks are opened side by side
         if self.options.device_ordered:
             region.make_events()
-        return self._holdings[-1]
+        return holding
 
     def close(self, deadline: Deadline) -> None:
         """Give back what the peers have closed; what they may still use goes with the process."""

@@ -45,6 +45,9 @@ _LOOK_S = 0.005
 _CONNECT_ROUNDS = 5
 """How often gloo waits for the group's time-out before it gives up connecting."""
 
+_LEAST_ROUND = timedelta(seconds=9)
+"""A lookup of a name may take five seconds; so this is the least where there is time for two."""
+
 _pairs: WeakSet[Pair] = WeakSet()
 
 
@@ -192,11 +195,17 @@ def connect(port: Port, interface: str | None, deadline: Deadline) -> Pair:
         options, store = _options(interface), port.store()
         _meet(store, me, port, deadline)
         # The peer is there: it is a matter of milliseconds, unless it dies between.
-        options._timeout = _time_left(deadline, _CONNECT_ROUNDS)
+        options._timeout = _round(deadline)
         return Pair(dist.ProcessGroupGloo(store, me, 2, options), me, port.peer)
     except RuntimeError as error:
         what = f"rank {port.rank} connecting with rank {port.peer} by gloo"
         raise _failure(what, deadline, error) from error
+
+
+def _round(deadline: Deadline) -> timedelta:
+    """How long gloo tries before it tries again."""
+    round_ = _time_left(deadline, _CONNECT_ROUNDS)
+    return max(round_, _LEAST_ROUND) if _time_left(deadline, 2) >= _LEAST_ROUND else round_
 
 
 def _meet(store: Store, me: int, port: Port, deadline: Deadline) -> None:
