@@ -41,7 +41,8 @@ def transformer(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments go to pytest."""
     session.install(*CONSTRAINTS, *EDITABLE, *_group("tests"))
-    session.run("python", "-m", "pytest", *session.posargs)
+    # Two at a time: many tests wait more than they compute.
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--dist", "loadscope")))
 
 
 @nox.session
