@@ -54,7 +54,7 @@ def test_what_works_is_taken(
     (link,) = json.loads(result.stdout)["links"]
     assert link["transport"] == taken
     reasons = " ".join(link["reasons"])
-    assert all(f"not {name}: " in reasons for name in passed_over)
+    assert all(f"not {name!r}: " in reasons for name in passed_over)
     assert "no NCCL" in reasons
     assert "no CUDA driver" in reasons or "CuPy is not installed" in reasons
 
