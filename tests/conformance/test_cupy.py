@@ -14,13 +14,8 @@ class TestHostOrdered(TransportConformance):
     transport = CupyOnDouble
 
 
-class TestLittleMemory(TransportConformance):
-    """Most messages go in pieces, and wait for slots."""
-
-    transport = CupyOnDouble
-    options: ClassVar[dict[str, Any]] = {"region_bytes": LITTLE}
-
-
 class TestDeviceOrdered(TransportConformance):
+    """And most messages go in pieces, and wait for slots."""
+
     transport = CupyOnDouble
     options: ClassVar[dict[str, Any]] = {"region_bytes": LITTLE, "device_ordered": True}
