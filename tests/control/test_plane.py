@@ -190,6 +190,32 @@ def test_a_death_is_an_end_without_a_goodbye(line: Callable[[int], Line]) -> Non
     assert "rank 0 died: its connection to rank 1 ended without a goodbye" in str(error)
 
 
+def test_a_death_explains_what_a_transport_says_while_reading(line: Callable[[int], Line]) -> None:
+    """Its error comes out of the same reading that is about to find the end."""
+    pair = line(2)
+
+    def break_down(peer: int, frame: Frame) -> None:
+        raise TransportError(f"connection with {peer} closed {frame.note!r}")
+
+    pair.planes[1].handle(MessageKind.NOTE, break_down)
+    pair.planes[0].post(1, Header(MessageKind.NOTE))
+    pair.die(0)
+    assert isinstance(pair.wait_failed(1), PeerLostError)
+
+
+def test_what_a_transport_says_while_reading_is_told_where_nothing_explains_it(
+    line: Callable[[int], Line],
+) -> None:
+    pair = line(2).start()
+
+    def break_down(peer: int, frame: Frame) -> None:
+        raise TransportError(f"connection with {peer} closed {frame.note!r}")
+
+    pair.planes[1].handle(MessageKind.NOTE, break_down)
+    pair.planes[0].post(1, Header(MessageKind.NOTE), b"by itself")
+    assert "connection with 0 closed b'by itself'" in str(pair.wait_failed(1))
+
+
 def test_a_death_reaches_every_rank_of_a_line_with_its_name(line: Callable[[int], Line]) -> None:
     four = line(4).start(but=1)
     four.die(1)

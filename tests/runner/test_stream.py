@@ -147,8 +147,8 @@ def test_different_data_are_found(
     ranks = Ranks(LOOPBACK, rank_pool)
     plan = ranks.plan(replicas, microbatches=1) | {"tensors": tensors(2, target=False)}
     ends = ranks.run_to_ends(plan, _different, counts)
-    longer = counts.index(max(counts))
-    assert "their data differ" in ends[longer].text
+    # Whichever of the two ends second: the first may be through before it hears of the other.
+    assert any("their data differ" in end.text for end in ends[:2]), ends
 
 
 def _kept(comm: Handler) -> None:

@@ -7,6 +7,7 @@ thread, so they return at once and take `Plane.lock` for what callers look at.
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import threading
@@ -240,6 +241,8 @@ class Plane:
     def _read_turn(self, timeout_s: float) -> None:
         try:
             self.poller.run(timeout_s)
+        except TransportError as error:
+            self._blame_elsewhere(error)
         except StagelinkError as error:
             self.fail(error)
         except Exception as error:
@@ -373,11 +376,19 @@ class Plane:
         """Fail with a transport's error, unless reading explains it better within a moment.
 
         A transport often notices first that a peer is gone, but only the end of the peer's
-        connection says that it died. On the reading thread there is nobody to wait for.
+        connection says that it died. It does not wait on the reading thread.
         """
         if not self.turns.reads_here:
             self.turns.wait(lambda: self.failure is not None, Deadline(_EXPLAIN_S))
         self.fail(error)
+
+    def _blame_elsewhere(self, error: StagelinkError) -> None:
+        """`blame`, from the reading thread: another waits, so that reading goes on meanwhile."""
+        try:
+            # Below `threading`, whose threads tell when they have begun: this must not block.
+            _thread.start_new_thread(self.blame, (error,))
+        except RuntimeError:  # there is no memory for one
+            self.fail(error)
 
     def raise_blamed(self, error: StagelinkError) -> NoReturn:
         """`blame`, then raise what explains it best; for a caller's thread."""

@@ -277,7 +277,7 @@ class TransportConformance:
             ranks.kill(victim)
             outcome = ranks.outcomes(_TOLD_S)[survivor]
         assert outcome.error is not None, outcome
-        assert f"rank {victim} died" in outcome.error
+        assert f"rank {victim} died" in outcome.error, outcome.error
 
     # -- close
 
