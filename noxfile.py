@@ -23,24 +23,31 @@ def _group(name: str) -> list[str]:
     return list(nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), name))
 
 
+def _install(session: nox.Session, *more: str) -> None:
+    """Install the packages as they are here, and more."""
+    # What builds them is installed once, and not again for each of them.
+    session.install(*CONSTRAINTS, "hatchling", "editables")
+    session.install(*CONSTRAINTS, "--no-build-isolation", *EDITABLE, *more)
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train the digits over four processes and in one, and compare."""
-    session.install(*CONSTRAINTS, *EDITABLE, *_group("demo"))
+    _install(session, *_group("demo"))
     session.run("python", "examples/digits/train.py", *session.posargs)
 
 
 @nox.session
 def transformer(session: nox.Session) -> None:
     """Train a transformer on bytes with weights that change on the way, then flushed."""
-    session.install(*CONSTRAINTS, *EDITABLE)
+    _install(session)
     session.run("python", "examples/bytes_transformer/compare.py", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments go to pytest."""
-    session.install(*CONSTRAINTS, *EDITABLE, *_group("tests"))
+    _install(session, *_group("tests"))
     # Two at a time: many tests wait more than they compute.
     session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--dist", "loadscope")))
 
@@ -56,15 +63,15 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def layers(session: nox.Session) -> None:
     """Check that every module imports only what its layer may."""
+    _install(session, "--no-deps")  # imports are read, not run
     session.install(*CONSTRAINTS, *_group("layers"))
-    session.install("--no-deps", *EDITABLE)  # imports are read, not run
     session.run("lint-imports")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types, strictly, in everything."""
-    session.install(*CONSTRAINTS, *EDITABLE, *_group("types"))
+    _install(session, *_group("types"))
     session.run("mypy")
 
 
@@ -89,7 +96,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run benchmarks: ``nox -s bench -- NAME``, or all; ``links`` is ``stagelink bench``."""
-    session.install(*CONSTRAINTS, *EDITABLE, *_group("bench"))
+    _install(session, *_group("bench"))
     scripts = {file.stem for file in Path("benchmarks").glob("*.py")} - {"measuring", "soak"}
     for name in session.posargs or ["links", *sorted(scripts)]:
         if name == "links":

@@ -60,7 +60,7 @@ SENDING = {
     "before its last wait": Step(Passing, "finish", 3),
 }
 RECEIVING = {
-    "before a piece": Step(CupyReceiver, "wait"),
+    "before a piece": Step(CupyReceiver, "next", 2),
     "before a copy": Step(Region, "copy", 3),
     "before the sender is told": Step(CupyReceiver, "tell", 2),
     "while its device does not go on": Step(CupyReceiver, "next", 3, paused=True),
