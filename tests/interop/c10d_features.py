@@ -639,6 +639,7 @@ transport = "shm"
 def by_rules(rank: int, size: int, store: Store, how: str, path: str) -> dict[int, str]:
     """Links by pair, and what was used is what was asked for."""
     options = None
+    path = f"{path}.{rank}"  # no rank reads what another is writing
     Path(path).write_text(RULES)
     if how == "options":
         options = C10dOptions.load(path)
