@@ -6,12 +6,14 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -19,6 +21,16 @@ RESULTS = Path(__file__).parent / "results"
 def median(values: Sequence[float]) -> float:
     """The median; the machine's noise makes means worthless."""
     return statistics.median(values)
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Seconds of a step, all ranks starting it together; the slowest one's."""
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    seconds = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def machine() -> dict[str, Any]:

@@ -7,7 +7,6 @@ stage takes for its share of a step without a message. Steps of all are taken in
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from measuring import median, record
+from measuring import median, record, timed
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import stagelink.interop.c10d
@@ -96,16 +95,6 @@ def run_alone(rank: int, module: torch.nn.Module, batch: torch.Tensor) -> None:
             output.backward(x)
         else:
             loss_of(module(x.detach().requires_grad_()), x).backward()
-
-
-def timed(step: Callable[[], None]) -> float:
-    """Seconds of a step, all ranks starting it together; the slowest one's."""
-    dist.barrier()
-    began = time.perf_counter()
-    step()
-    seconds = torch.tensor(time.perf_counter() - began)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
 
 
 def measure(rank: int, world_size: int, store: Store) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from measuring import median, record
+from measuring import median, record, timed
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import stagelink
@@ -152,16 +152,6 @@ def torch_step(schedule: Schedule1F1B, rank: int, batch: torch.Tensor) -> None:
         schedule.step(batch)
     else:
         schedule.step(target=torch.zeros(MICROBATCHES), losses=[])
-
-
-def timed(step: Callable[[], None]) -> float:
-    """Seconds of a step, both ranks starting it together; the slower one's."""
-    dist.barrier()
-    began = time.perf_counter()
-    step()
-    seconds = torch.tensor(time.perf_counter() - began)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
 
 
 def measure(rank: int, world_size: int, store: Store) -> list[dict[str, Any]]:

@@ -9,14 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stagelink.errors import (
-    ClosedError,
     DeadlineError,
-    PeerClosedError,
     ProtocolError,
     RefusedError,
-    StagelinkError,
 )
 from stagelink.exchange.arrival import Arrival, Key
+from stagelink.exchange.driving import wait_driving
 from stagelink.exchange.inbox import Inbox
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header, MessageKind
@@ -212,25 +210,13 @@ class Incoming:
     def _wait(
         self, way: WayIn, key: Key, ready: Callable[[], bool], deadline: Deadline, what: str
     ) -> None:
-        """Wait, and meanwhile finish what the link has begun, if that is the caller's to do.
+        """Wait; see `wait_driving`.
 
-        Messages before the awaited one must not hold it up: they fill the link.
+        Raises:
+            DeadlineError: time ran out.
         """
-        link = way.link
-        look = (lambda: ready() or link.drivable) if link.finishes_in_caller else ready
-        while True:
-            if not self._plane.wait(look, deadline):
-                raise DeadlineError(self._missing(way, key, deadline, what))
-            if look is ready or ready():
-                return
-            try:
-                link.drive(deadline)
-            except (ClosedError, PeerClosedError):
-                raise
-            except StagelinkError as error:
-                self._plane.raise_blamed(error)
-            if deadline.passed and not ready():
-                raise DeadlineError(self._missing(way, key, deadline, what))
+        if not wait_driving(self._plane, way.link, ready, deadline):
+            raise DeadlineError(self._missing(way, key, deadline, what))
 
     def _count(self, way: WayIn, arrival: Arrival, began: float, arrived: float) -> None:
         ended = time.monotonic()

@@ -9,7 +9,7 @@ import torch
 from stagelink.errors import MessageError, MessageTypeError
 from stagelink.plan.dtypes import DTYPE_BY_NAME, DTYPES, MAX_DIMS, DType
 
-__all__ = ["dtype_of", "from_bytes", "from_raw", "raw_bytes", "to_bytes"]
+__all__ = ["dtype_of", "from_bytes", "from_raw", "is_plain", "raw_bytes", "to_bytes"]
 
 _BY_TORCH: dict[torch.dtype, DType] = {
     getattr(torch, dtype.name): dtype for dtype in DTYPES if hasattr(torch, dtype.name)
@@ -53,19 +53,19 @@ def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     its autograd graph is changed.
     """
     plain = tensor.detach()
-    if not _is_plain(tensor):
+    if not is_plain(tensor):
         plain = plain.resolve_conj().resolve_neg().contiguous()
     return plain.view(-1).view(torch.uint8)
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """A CPU tensor's elements in logical order as bytes; for small ones, in one step."""
-    if not _is_plain(tensor):
+    if not is_plain(tensor):
         tensor = to_bytes(tensor)
     return string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its memory is its elements in logical order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 

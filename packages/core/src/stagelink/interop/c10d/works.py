@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stagelink.errors import ClosedError, PeerClosedError, StagelinkError
+from stagelink.errors import StagelinkError
+from stagelink.exchange.driving import wait_driving
 from stagelink.transport.contract import Deadline
-from stagelink.transport.payload import dtype_of, from_bytes, to_bytes
+from stagelink.transport.payload import dtype_of, from_bytes, is_plain, to_bytes
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -186,7 +187,7 @@ class RecvWork(_MessageWork):
         self._source = source
         self._address = address
         self._link = link
-        self._plain = _is_plain(tensor)
+        self._plain = is_plain(tensor)
         self._after = None if link is None else link.lane.callers_moment()
         self._moment: Moment | None = None
         self._over = False
@@ -274,25 +275,6 @@ class RecvWork(_MessageWork):
         return super().is_completed() and (self._moment is None or self._moment.reached)
 
     def _wait(self, deadline: Deadline) -> bool:
-        link, plane = self._link, self._mesh.plane
-        if link is None or not link.finishes_in_caller:
+        if self._link is None:
             return super()._wait(deadline)
-
-        def look() -> bool:
-            return link.drivable or self._look()
-
-        while plane.wait(look, deadline):
-            if self._over:
-                return True
-            try:
-                link.drive(deadline)
-            except (ClosedError, PeerClosedError):
-                raise
-            except StagelinkError as error:
-                plane.raise_blamed(error)
-        return False
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory is its elements in logical order."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        return wait_driving(self._mesh.plane, self._link, self._look, deadline)
