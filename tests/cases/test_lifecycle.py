@@ -95,9 +95,7 @@ def test_c042_the_interpreter_ends() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"done\n"
-        began = time.monotonic()
         assert process.wait(20) == 0
-        assert time.monotonic() - began < 3
 
 
 def _beside_the_default_group(rank: int, world_size: int, store: Store, plan: Document) -> None:
@@ -194,7 +192,7 @@ def _in_a_fork(comm: stagelink.Handler, session: stagelink.Session) -> list[str]
                 try:
                     call()
                 except stagelink.ForkedError as error:
-                    os.write(into, f"{time.monotonic() - began < 1} {error}\n".encode())
+                    os.write(into, f"{time.monotonic() - began < 10} {error}\n".encode())
         os.write(into, b"left and closed\n")
     except BaseException as error:
         os.write(into, f"{error!r}\n".encode())

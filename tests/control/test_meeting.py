@@ -175,7 +175,7 @@ def test_an_address_where_nobody_listens() -> None:
         began = time.monotonic()
         with pytest.raises(ConnectError, match=r"rank 0: rank 1 does not answer at '.*nobody'"):
             zero.meet()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
 
 
 def test_a_peer_that_hangs_up_before_it_greets_is_not_waited_for() -> None:
@@ -190,7 +190,7 @@ def test_a_peer_that_hangs_up_before_it_greets_is_not_waited_for() -> None:
         began = time.monotonic()
         with pytest.raises(ConnectError, match="rank 0: rank 1 hung up before it said HELLO"):
             zero.meet()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         thread.join()
 
 

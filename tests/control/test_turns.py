@@ -102,7 +102,7 @@ def test_what_is_true_already_is_not_read_for(source: Source) -> None:
 def test_time_runs_out(source: Source) -> None:
     began = time.monotonic()
     assert not source.wait_for(1, deadline_s=0.05)
-    assert 0.05 <= time.monotonic() - began < 1
+    assert time.monotonic() - began >= 0.05
 
 
 def test_without_a_caller_the_stand_by_reads(source: Source) -> None:
@@ -145,22 +145,23 @@ def test_callers_and_stand_by_in_any_order_lose_nothing(source: Source) -> None:
         source.got.clear()
 
 
-def test_a_change_that_is_not_read_wakes_the_reader_and_the_others(source: Source) -> None:
+def test_a_change_that_is_not_read_wakes_the_reader_and_the_others(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagelink.control.turns._LOOK_S", 100.0)  # nobody looks by himself
     happened: list[int] = []
     threads = [
-        threading.Thread(target=source.turns.wait, args=(lambda: bool(happened), Deadline(20)))
+        threading.Thread(target=source.turns.wait, args=(lambda: bool(happened), Deadline(100)))
         for _ in range(3)
     ]
     for thread in threads:
         thread.start()
     assert source.reading.wait(20)
-    began = time.monotonic()
     happened.append(1)
     source.turns.changed()
     for thread in threads:
         thread.join(20)
-    # Without the wake-up they would look again after a second.
-    assert time.monotonic() - began < 0.9
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_signal_interrupts_whoever_reads(source: Source) -> None:
@@ -255,7 +256,10 @@ def test_the_stand_by_reads_for_one_that_calls_all_the_time_and_never_waits(
     assert source.got == [1, 2, 3]
 
 
-def test_a_change_out_of_a_signal_handler_is_seen_at_once(source: Source) -> None:
+def test_a_change_out_of_a_signal_handler_is_seen_at_once(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagelink.control.turns._LOOK_S", 100.0)  # nobody looks by himself
     happened: list[int] = []
 
     def handler(number: int, frame: object) -> None:
@@ -271,9 +275,8 @@ def test_a_change_out_of_a_signal_handler_is_seen_at_once(source: Source) -> Non
     try:
         sender.start()
         began = time.monotonic()
-        # Far below the second after which a waiting caller looks by itself.
-        assert source.turns.wait(lambda: bool(happened), Deadline(0.6))
-        assert time.monotonic() - began < 0.6
+        assert source.turns.wait(lambda: bool(happened), Deadline(30))
+        assert time.monotonic() - began < 20
     finally:
         sender.join()
         signal.signal(signal.SIGUSR1, before)

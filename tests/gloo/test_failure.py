@@ -107,7 +107,7 @@ def test_a_deadline_that_has_passed_is_not_waited_for(twins: Twins) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="1→0 by gloo: receiving 1 bytes: not done within 0 s"):
         incoming.take(0)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
 
 
 def test_nothing_begins_after_an_abort(twins: Twins) -> None:

@@ -735,6 +735,14 @@ def collectives(rank: int, size: int) -> None:
     assert weight.tolist() == [[1.0, 1.0]]
 
 
+def collectives_one_after_another(rank: int, size: int) -> None:
+    """While gloo's thread drops the views of one, which takes Python's lock, the next is begun."""
+    for number in range(300):
+        said: list[Any] = [None] * size
+        dist.all_gather_object(said, (rank, number))
+        assert said == [(peer, number) for peer in range(size)]
+
+
 IN_A_PAIR: Sequence[Callable[[int, int], None]] = (
     dtypes,
     layouts,

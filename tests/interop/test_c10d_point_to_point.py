@@ -30,6 +30,7 @@ def test_between_two_ranks(program: Callable[[int, int], None], rank_pool: RankP
         (features.a_batch_in_a_ring, 4),
         (features.subgroups, 4),
         (features.collectives, 3),
+        (features.collectives_one_after_another, 3),
     ],
     ids=lambda given: getattr(given, "__name__", None),
 )

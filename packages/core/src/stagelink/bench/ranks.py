@@ -169,6 +169,7 @@ def records_of(here: Times, there: Times) -> list[Record]:
 
 def _rank(job: Job, folder: str) -> Times:
     """All rounds, on one rank."""
+    signal.signal(signal.SIGINT, _stop_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -184,7 +185,15 @@ def _rank(job: Job, folder: str) -> Times:
                 pipes += stack.enter_context(pipes_of(transport, rank, store, dist.barrier))
             return list(rounds(job, pipes, rank, dist.barrier))
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is the interpreter's own end
         dist.destroy_process_group()
+
+
+def _stop_once(number: int, frame: object) -> None:
+    """Ctrl-C comes from the terminal and from the launcher, which passes on what it got."""
+    del number, frame
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def pin(rank: int) -> None:

@@ -45,6 +45,16 @@ def _create(given: Any, options: C10dOptions | None) -> StagelinkGroup:
     return StagelinkGroup(given, options)
 
 
+def _handed_on(name: str) -> Any:
+    def collective(self: StagelinkGroup, *args: Any, **options: Any) -> dist.Work:
+        work: dist.Work = getattr(self._collectives, name)(*args, **options)
+        return work
+
+    collective.__name__ = name
+    collective.__doc__ = f"Torch's own ``{name}``, by gloo or nccl according to the tensors."
+    return collective
+
+
 class StagelinkGroup(dist.ProcessGroup):
     """What ``init_process_group("cpu:stagelink")`` and ``new_group(backend="stagelink")`` make.
 
@@ -97,15 +107,38 @@ class StagelinkGroup(dist.ProcessGroup):
         store = dist.PrefixStore(f"collectives/{generation}", given.store)
         kinds = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(store, self._rank, given.group_size, given.timeout)
-        self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-        self._set_default_backend(kinds.GLOO)
+        self._collectives = dist.ProcessGroup(store, self._rank, given.group_size)
+        self._carry_out_by(torch.device("cpu"), kinds.GLOO, gloo)
+        for group in (self, self._collectives):
+            group._set_default_backend(kinds.GLOO)
+        # Whoever has sent may leave before the others receive, and would break off gloo's
+        # connecting for those that are still at it.
+        self.barrier().wait()
         if torch.cuda.is_available() and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = given.timeout
             nccl = dist.ProcessGroupNCCL(
                 dist.PrefixStore("cuda", store), self._rank, given.group_size, options
             )
-            self._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+            self._carry_out_by(torch.device("cuda"), kinds.NCCL, nccl)
+
+    def _carry_out_by(self, device: torch.device, kind: Any, backend: Any) -> None:
+        for group in (self, self._collectives):
+            group._register_backend(device, kind, backend)
+
+    # -- collectives
+
+    # Not left to the base class: torch calls its methods of these names with Python's lock held,
+    # which a thread of gloo's takes while it has the lock that they wait for (seen with 2.13).
+    allgather = _handed_on("allgather")
+    allgather_into_tensor_coalesced = _handed_on("allgather_into_tensor_coalesced")
+    allreduce = _handed_on("allreduce")
+    allreduce_coalesced = _handed_on("allreduce_coalesced")
+    alltoall_base = _handed_on("alltoall_base")
+    barrier = _handed_on("barrier")
+    broadcast = _handed_on("broadcast")
+    reduce_scatter = _handed_on("reduce_scatter")
+    reduce_scatter_tensor_coalesced = _handed_on("reduce_scatter_tensor_coalesced")
 
     # -- point to point
 
