@@ -677,6 +677,9 @@ def wrong_options(rank: int, size: int, store: Store, tables: dict[str, Any] | s
         os.environ.pop(CONFIG_VARIABLE, None)
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Torch counts groups that failed as well, and names the next one by the count: another
+        # test's ranks, some of them new processes, would wait for each other under two names.
+        dist.distributed_c10d._world.group_count = 0
     return "nothing"
 
 
