@@ -13,7 +13,8 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "layers", "types", "tests"]
 
-CONSTRAINTS = ("-c", "constraints.txt")
+# Not compiled: few of torch's thousands of modules are imported here, some sessions import none.
+PINNED = ("--no-compile", "-c", "constraints.txt")
 PACKAGES = sorted(str(file.parent) for file in Path("packages").glob("*/pyproject.toml"))
 EDITABLE = tuple(f"--editable={package}" for package in PACKAGES)
 
@@ -26,8 +27,8 @@ def _group(name: str) -> list[str]:
 def _install(session: nox.Session, *more: str) -> None:
     """Install the packages as they are here, and more."""
     # What builds them is installed once, and not again for each of them.
-    session.install(*CONSTRAINTS, "hatchling", "editables")
-    session.install(*CONSTRAINTS, "--no-build-isolation", *EDITABLE, *more)
+    session.install(*PINNED, "hatchling", "editables")
+    session.install(*PINNED, "--no-build-isolation", *EDITABLE, *more)
 
 
 @nox.session
@@ -48,14 +49,14 @@ def transformer(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments go to pytest."""
     _install(session, *_group("tests"))
-    # Two at a time: many tests wait more than they compute.
-    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "--dist", "loadscope")))
+    # Three at a time, also on two cores: most tests wait more than they compute.
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "3", "--dist", "loadscope")))
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format."""
-    session.install(*CONSTRAINTS, *_group("lint"))
+    session.install(*PINNED, *_group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
@@ -64,7 +65,7 @@ def lint(session: nox.Session) -> None:
 def layers(session: nox.Session) -> None:
     """Check that every module imports only what its layer may."""
     _install(session, "--no-deps")  # imports are read, not run
-    session.install(*CONSTRAINTS, *_group("layers"))
+    session.install(*PINNED, *_group("layers"))
     session.run("lint-imports")
 
 
@@ -72,13 +73,13 @@ def layers(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types, strictly, in everything."""
     _install(session, *_group("types"))
-    session.run("mypy")
+    session.run("mypy", "--num-workers", "2")
 
 
 @nox.session
 def build(session: nox.Session) -> None:
     """Build every package and the example of a transport, install the wheels, and try them."""
-    session.install(*CONSTRAINTS, *_group("build"))
+    session.install(*PINNED, *_group("build"))
     shutil.rmtree("dist", ignore_errors=True)
     for package in PACKAGES:  # the wheel is made from the sdist, so both are tried
         session.run("python", "-m", "build", "--no-isolation", "--outdir=dist", package)
@@ -88,7 +89,7 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "venv", "--clear", str(clean))
     wheels = map(str, Path("dist").glob("*.whl"))
     python = [str(clean / "bin" / "python"), "-I"]  # isolated: not from this folder
-    install = ["-m", "pip", "install", "--quiet", *CONSTRAINTS]
+    install = ["-m", "pip", "install", "--quiet", *PINNED]
     session.run(*python, *install, *wheels, "pytest", external=True)
     session.run(*python, ".ci/try_installed.py", external=True)
 
