@@ -13,8 +13,9 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "layers", "types", "tests"]
 
-# Not compiled: few of torch's thousands of modules are imported here, some sessions import none.
-PINNED = ("--no-compile", "-c", "constraints.txt")
+PINNED = ("-c", "constraints.txt")
+READ_ONLY = ("--no-compile", *PINNED)
+"""Of sessions that read modules and run none: compiling torch's takes as long as all the rest."""
 PACKAGES = sorted(str(file.parent) for file in Path("packages").glob("*/pyproject.toml"))
 EDITABLE = tuple(f"--editable={package}" for package in PACKAGES)
 
@@ -24,11 +25,11 @@ def _group(name: str) -> list[str]:
     return list(nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), name))
 
 
-def _install(session: nox.Session, *more: str) -> None:
+def _install(session: nox.Session, *more: str, options: tuple[str, ...] = PINNED) -> None:
     """Install the packages as they are here, and more."""
     # What builds them is installed once, and not again for each of them.
     session.install(*PINNED, "hatchling", "editables")
-    session.install(*PINNED, "--no-build-isolation", *EDITABLE, *more)
+    session.install(*options, "--no-build-isolation", *EDITABLE, *more)
 
 
 @nox.session
@@ -72,7 +73,7 @@ def layers(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types, strictly, in everything."""
-    _install(session, *_group("types"))
+    _install(session, *_group("types"), options=READ_ONLY)
     session.run("mypy", "--num-workers", "2")
 
 

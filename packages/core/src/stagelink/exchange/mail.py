@@ -62,7 +62,7 @@ class Mail:
             self.out.enter(window_of)
 
     def leave(self, session: int, owed: Iterable[tuple[int, Key]], why: str) -> None:
-        """A session ends: answer what nobody will ask for, tell the peers, wait for nobody.
+        """A session ends: tell the peers, answer what nobody will ask for, wait for nobody.
 
         Args:
             session: its number.
@@ -71,15 +71,17 @@ class Mail:
         """
         if self._plane.forked:
             return
-        for peer, key in owed:
-            self.into.post_credit(peer, key)
+        with self._plane.lock:
+            self.out.forget_parked()
+        # Before any answer: with a place in its window a sender goes on, and loses what it sends.
+        self.out.tell_end(session, why)
         with self._plane.lock:
             self._presence.leave(session)
             self.endings.leave(session)
             unread = self.into.inbox.take_session(session)
-            self.out.forget_parked()
         self.into.drop(unread)
-        self.out.tell_end(session, why)
+        for peer, key in owed:
+            self.into.post_credit(peer, key)
 
     def stopped(self, session: int) -> bool:
         """Whether a peer has stopped a session for all."""
