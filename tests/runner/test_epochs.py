@@ -273,7 +273,7 @@ def test_a_bar_on_rank_0_and_nothing_else(
     assert "train: 100%" in err
     assert "3/3" in err
     assert "evaluate: 100%" in err
-    assert err.count("train: 100%") == 1
+    assert err.count("train:   0%") == 1  # each bar begins once; it may be drawn again as it goes
 
 
 def test_without_progress_nothing_is_printed(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from stagelink.errors import (
 )
 from stagelink.exchange.in_link import InLink
 from stagelink.exchange.out_link import OutLink
+from stagelink.exchange.port import other_end, port_of
 from stagelink.exchange.topology import routes_of
 from stagelink.exchange.ways import WayIn, WayOut
 from stagelink.exchange.window import Window
@@ -30,9 +30,6 @@ from stagelink.transport.header import Direction, Header, MessageKind
 from stagelink.transport.lanes import HostLane
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed import Store
-
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
@@ -42,82 +39,9 @@ if TYPE_CHECKING:
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.choice import Asker
     from stagelink.transport.contract import Deadline, Transport
-    from stagelink.transport.lanes import Lane
     from stagelink.transport.offers import End, Survey
 
 __all__ = ["Wiring"]
-
-
-class _Port:
-    """A link end's access to core; see `stagelink.transport.contract.Port`."""
-
-    def __init__(self, wiring: Wiring, link: Link, end: LinkEnd, number: int) -> None:
-        self.link = link
-        self._wiring = wiring
-        self._end = end
-        self._number = number
-
-    @property
-    def rank(self) -> int:
-        return self._wiring.rank
-
-    @property
-    def peer(self) -> int:
-        return _other(self.link, self.rank)
-
-    @property
-    def window(self) -> int:
-        return self._wiring.window_of(self.link)
-
-    @property
-    def lane(self) -> Lane:
-        return self._end.lane
-
-    def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
-        self._wiring.plane.post(
-            self.peer, Header(MessageKind.NOTE, link=self._number), note, fds=fds
-        )
-
-    def room(self) -> None:
-        if isinstance(self._end, OutLink):
-            self._end.room()
-
-    def sent(self) -> None:
-        if isinstance(self._end, OutLink):
-            self._end.finish_oldest()
-
-    def fail(self, error: BaseException) -> None:
-        failure = TransportError(f"{self.link}: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self._wiring.plane.blame(failure)
-
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        def look() -> bool:
-            if ready():
-                return True
-            self._end.check_open()
-            return self._wiring.plane.check_here(self.peer, f"an answer on {self.link}")
-
-        return self._wiring.plane.wait_while_closing(look, deadline)
-
-    def pause(self, seconds: float) -> None:
-        # Not by reading, which counts whole milliseconds.
-        self._end.check_open()
-        self._wiring.plane.check_failure()
-        time.sleep(seconds)
-
-    def wake(self) -> None:
-        self._wiring.plane.changed()
-
-    def call(self, action: Callable[[], None]) -> None:
-        self._wiring.plane.poller.call(action)
-
-    def store(self) -> Store:
-        low, high = sorted((self.link.source, self.link.target))
-        return self._wiring.rendezvous.pair_store(f"{low}-{high}/{self.link.transport}")
-
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        return self._wiring.pool.take(size_bytes)
 
 
 class Wiring:
@@ -321,7 +245,7 @@ class Wiring:
     def _number_links(self) -> None:
         by_peer: defaultdict[int, list[Link]] = defaultdict(list)
         for link in self._ends:
-            by_peer[_other(link, self.rank)].append(link)
+            by_peer[other_end(link, self.rank)].append(link)
         for peer, links in by_peer.items():
             links.sort(key=lambda link: (link.source, link.target, link.transport, link.device))
             self._numbered[peer] = links
@@ -331,7 +255,7 @@ class Wiring:
     ) -> None:
         self._build_end(link, transports)
         end, counters = self._ends[link], self.counters[link]
-        peer = _other(link, self.rank)
+        peer = other_end(link, self.rank)
         key = (edge.index, direction, peer)
         if isinstance(end, OutLink):
             window = Window() if direction is Direction.FORWARD else None
@@ -360,7 +284,7 @@ class Wiring:
 
     def _open_end(self, number: int, link: Link, transport: Transport, deadline: Deadline) -> None:
         end = self._ends[link]
-        port = _Port(self, link, end, number)
+        port = port_of(self, link, end, number)
         with end.lane.entered():
             if isinstance(end, OutLink):
                 end.opened(transport.open_sender(link, port, deadline))
@@ -412,7 +336,7 @@ class Wiring:
 
     def _drained(self) -> bool:
         return all(
-            not end.unfinished or (end.idle and _other(link, self.rank) in self.plane.gone)
+            not end.unfinished or (end.idle and other_end(link, self.rank) in self.plane.gone)
             for link, end in self._ends.items()
         )
 
@@ -423,7 +347,3 @@ class Wiring:
         with ExitStack() as ends:
             for end in self._ends.values():
                 ends.callback(end.close, deadline)
-
-
-def _other(link: Link, rank: int) -> int:
-    return link.target if link.source == rank else link.source
