@@ -209,9 +209,9 @@ class Twin:
         """Send a header whose payload never comes."""
         self.post(HEADER, self._header(size_bytes).pack())
 
-    def next(self) -> Incoming:
+    def next(self, timeout_s: float = LONG_S) -> Incoming:
         """Block until one more message has begun to come in."""
-        return self.incoming.get(timeout=LONG_S)
+        return self.incoming.get(timeout=timeout_s)
 
     def post(self, kind: int, body: bytes) -> None:
         with self._writing:
@@ -318,14 +318,14 @@ def exchange(rank: int, world_size: int, store: Store, sizes: list[int]) -> None
 
 
 def send_huge(rank: int, world_size: int, store: Store, size_bytes: int) -> None:
-    """Send one message beyond what 32 bits count."""
+    """Send one message beyond what 31 bits count."""
     with Twin(lo(), rank, 1 - rank, store) as twin:
         if rank == 0:
             payload = torch.ones(size_bytes, dtype=torch.uint8)
             payload[-1] = 77
-            twin.send(payload).finish(Deadline(LONG_S))
+            twin.send(payload).finish(Deadline(3 * LONG_S))
         else:
-            received = twin.next().take()
+            received = twin.next(3 * LONG_S).take(3 * LONG_S)
             assert received[-1] == 77
             assert received[:-1].min() == 1
 

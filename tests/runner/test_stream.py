@@ -245,6 +245,7 @@ def _fails(comm: Handler) -> None:
             raise ZeroDivisionError("in the consumer")
     for _ in runner.stream(_endless(comm, [])):
         pass
+    comm.reduce([0.0])  # the stream is stopped first, and who closes then hears no more
 
 
 def test_an_error_of_who_takes_outputs_reaches_all(rank_pool: RankPool) -> None:
