@@ -41,7 +41,7 @@ class GlooSender(Sender):
         self._pair = pair
         self._port = port
         self._doing = f"{port.link}: sending"
-        self._trailer = torch.zeros(1, dtype=torch.uint8)
+        self._trailer = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
     def begin(self, message: Message, announce: Announce) -> Pending:
         """Hand the payload to gloo, which reads it when the receiver is ready.
@@ -97,7 +97,7 @@ class GlooReceiver(Receiver):
         self._pair = pair
         self._port = port
         self._doing = f"{port.link}: receiving"
-        self._trailer = torch.zeros(1, dtype=torch.uint8)
+        self._trailer = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
     def begin(
         self,

@@ -156,7 +156,7 @@ class Pair:
                 self._breaker.start()
 
     def _break(self, group: Any) -> None:
-        spare = torch.empty(1)
+        spare = torch.empty(1, device="cpu")
         with suppress(RuntimeError):  # to run out of time is the purpose; or it is closed already
             group.recv([spare], self._other, _SPARE_TAG).wait(_AT_ONCE)
         self._let_go()

@@ -1,7 +1,8 @@
 """How ranks find each other: claims, addresses, the job's token and the abort key in a c10d store.
 
-The store is needed while connecting; afterwards only the abort key and the leaving of ranks are
-kept in it, and nothing that moves tensors touches it. Keys carry run id, restart count, plan name
+The store is needed while connecting, and while a pair of ranks opens its links, at whatever time
+it does; afterwards only the abort key and the leaving of ranks are kept in it, and nothing that
+moves tensors touches it. Keys carry run id, restart count, plan name
 and generation, so that a second `stagelink.connect` on the same store meets no key of the first.
 """
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from stagelink.control.fields import decode, encode
 from stagelink.errors import (
+    ClosedError,
     ConnectError,
     DisagreementError,
+    PeerClosedError,
     ProtocolError,
     StagelinkError,
     TransportError,
@@ -92,10 +94,6 @@ class Wiring:
 
     # -- choosing
 
-    def routes(self) -> list[tuple[Edge, int, int]]:
-        """(edge, source rank, target rank) of every route that begins or ends here."""
-        return routes_of(self._plan, self.rank)
-
     def agree(
         self, ends: Mapping[int, End], found: Survey, ask: Asker, deadline: Deadline
     ) -> None:
@@ -111,7 +109,7 @@ class Wiring:
             NoTransportError: nothing can carry a route.
             DisagreementError: a peer chose another.
         """
-        for edge, source, target in self.routes():
+        for edge, source, target in routes_of(self._plan, self.rank):
             choice = choose(self._plan, edge, ends[source], ends[target], ask)
             self.choices[edge.index, source, target] = choice
         self._build(found.transports)
@@ -269,6 +267,8 @@ class Wiring:
         try:
             for number, link in enumerate(self._numbered[peer]):
                 self._open_end(number, link, transports[link.transport], deadline)
+        except (ClosedError, PeerClosedError):
+            pass  # no failure; whoever waits for the peer is told so itself
         except StagelinkError as error:
             self.plane.blame(error)
         except Exception as error:

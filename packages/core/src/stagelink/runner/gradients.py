@@ -35,7 +35,7 @@ class GradientBuffer:
         dtype = parameters[0].dtype
         # A sum of halves may be too large for one where their mean is not.
         added = torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
-        self.values = torch.zeros(used + padding, dtype=added)
+        self.values = torch.zeros(used + padding, dtype=added, device="cpu")
         self.scratch = torch.empty_like(self.values)
         parts = torch.split(self.values, [*sizes, len(parameters), 1, padding])
         *self._gradients, self._marks, self._takes_part, _ = parts

@@ -145,7 +145,7 @@ class ReplicaGroup:
             DisagreementError: they do; on every replica.
         """
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        all_ = torch.empty(self.size * len(digest), dtype=torch.uint8)
+        all_ = torch.empty(self.size * len(digest), dtype=torch.uint8, device="cpu")
         self._run("comparing", lambda group: group._allgather_base(all_, mine))
         digests = [bytes(part.tolist()) for part in all_.chunk(self.size)]
         for rank, theirs in zip(self._ranks, digests, strict=True):
@@ -205,7 +205,7 @@ def _carry_out(work: Callable[[], None], done: Future[None]) -> None:
 def _break_off(group: Any, other: int) -> None:
     """Close the group's connections, waking every wait, by a receive that runs out of time."""
     with suppress(RuntimeError):  # to run out of time is the purpose; or they are closed already
-        group.recv([torch.empty(1)], other, _SPARE_TAG).wait(_AT_ONCE)
+        group.recv([torch.empty(1, device="cpu")], other, _SPARE_TAG).wait(_AT_ONCE)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class BufferPool:
         The tensor is the borrower's own: nobody writes to it again while it or a view of it lives.
         """
         if size_bytes < _SMALL_BYTES:
-            return torch.empty(size_bytes, dtype=torch.uint8)
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         with self._lock:
             self._collect()
             memory = self._pop(size_bytes)

@@ -207,7 +207,7 @@ class CudaLane(Lane):
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         """Pinned, from torch's pool of such memory."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Does not wait for the host: one of the two is pinned, or both are on the device."""

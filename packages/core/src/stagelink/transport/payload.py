@@ -75,7 +75,7 @@ def from_raw(payload: bytes, dtype: DType, shape: tuple[int, ...]) -> torch.Tens
     kind = _TO_TORCH[dtype.code]
     if not payload:
         # By way of bytes: torch warns where it makes a tensor of some dtypes itself.
-        return torch.empty(0, dtype=torch.uint8).view(kind).view(shape)
+        return torch.empty(0, dtype=torch.uint8, device="cpu").view(kind).view(shape)
     flat = torch.frombuffer(bytearray(payload), dtype=kind)
     return flat if len(shape) == 1 else flat.view(shape)
 

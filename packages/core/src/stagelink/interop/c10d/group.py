@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,17 +74,16 @@ class StagelinkGroup(dist.ProcessGroup):
         self._rank: int = given.group_rank
         self._ranks: list[int] = list(given.global_ranks_in_group) or [*range(given.group_size)]
         self._timeout: timedelta = given.timeout
-        self._number = _number(given.group_id, self._ranks)
         self._places: list[int] = []
         self._sent: Counter[tuple[int, int]] = Counter()
         self._asked: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
+        self._made: Counter[str] = Counter()
         self._join(given, options)
         try:
             self._add_collectives(given)
         except BaseException as error:
-            for mesh in self._meshes.values() if self._owns else ():
-                mesh.abandon(error)
+            self.abort(error)
             raise
 
     def _join(self, given: Any, options: C10dOptions | None) -> None:
@@ -91,20 +91,29 @@ class StagelinkGroup(dist.ProcessGroup):
         is_subgroup = dist.is_initialized()
         shared = _world if is_subgroup else None
         self._owns = shared is None
+        made = 0
         if shared is None:
             chosen = C10dOptions.from_environment() if options is None else options
             self._meshes = _connect(given, chosen, self._ranks)
             self._places = [*range(given.group_size)]
         else:
+            if options is not None:
+                raise ValueError(
+                    "stagelink: a group of some of a world's ranks uses the world's connections; "
+                    "give pg_options to init_process_group"
+                )
             self._meshes = shared._meshes
             self._places = [shared._ranks.index(rank) for rank in self._ranks]
+            made = shared._made[given.group_id]
+            shared._made[given.group_id] += 1
+        # A group of this name may have been destroyed: it left keys in the store, and messages.
+        self._generation = f"{self._meshes['cpu'].rendezvous.generation}/{made}"
+        self._number = _number(f"{given.group_id} {self._generation}", self._ranks)
         if not is_subgroup:
             _world = self
 
     def _add_collectives(self, given: Any) -> None:
-        # A group that was destroyed may have left its keys in the store.
-        generation = self._meshes["cpu"].rendezvous.generation
-        store = dist.PrefixStore(f"collectives/{generation}", given.store)
+        store = dist.PrefixStore(f"collectives/{self._generation}", given.store)
         kinds = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(store, self._rank, given.group_size, given.timeout)
         self._collectives = dist.ProcessGroup(store, self._rank, given.group_size)
@@ -165,27 +174,28 @@ class StagelinkGroup(dist.ProcessGroup):
                 payload_bytes=tensor.nbytes,
                 shape=tuple(tensor.shape),
             )
+            raw = _payload(mesh, place, tensor)  # first: where it fails, no number is taken
             address = Address(self._number, place, tag, self._next(self._sent, peer, tag))
-            way = self._post(mesh, address, tensor, like)
+            way = self._post(mesh, address, raw, like)
         except StagelinkError as error:
             raise mesh.error(what, error) from error
         return SendWork(mesh, what, self._timeout, tensor, way)
 
     @staticmethod
     def _post(
-        mesh: Mesh, address: Address, tensor: torch.Tensor, like: Header
+        mesh: Mesh, address: Address, raw: bytes | torch.Tensor, like: Header
     ) -> tuple[SendJob, OutLink] | None:
         header = address.header(mesh.direction_to(address.peer), like)
+        if not isinstance(raw, torch.Tensor):
+            header = header._replace(flags=Flag.INLINE)
+            mesh.plane.post(address.peer, header, payload=raw)
+            return None
         if address.peer == mesh.rank:
             arrival = Arrival(header, mesh.rank)
-            arrival.payload = to_bytes(tensor).clone()
+            arrival.payload = raw
             mesh.box.put(address, arrival)
             return None
-        if tensor.is_cpu and tensor.nbytes <= mesh.plan.control.inline_bytes:
-            header = header._replace(flags=Flag.INLINE)
-            mesh.plane.post(address.peer, header, payload=raw_bytes(tensor))
-            return None
-        job, link = SendJob(header, to_bytes(tensor)), mesh.link_to(address.peer)
+        job, link = SendJob(header, raw), mesh.link_to(address.peer)
         try:
             link.submit(job, copy=False)
         except StagelinkError as error:
@@ -273,33 +283,57 @@ class StagelinkGroup(dist.ProcessGroup):
         }
 
     def shutdown(self) -> None:
-        """Deliver what was sent, and close the connections, if they are this group's own."""
-        global _world  # noqa: PLW0603 - see above
-        if self._owns:
+        """Deliver what was sent and close the connections, if they are this group's own.
+
+        Another group drops what was sent to this rank in it and not received.
+        """
+        self._is_world_no_more()
+        with ExitStack() as steps:  # all, also where one raises
             for mesh in self._meshes.values():
-                mesh.close(Deadline(mesh.plan.limits.close_deadline_s))
+                if self._owns:
+                    steps.callback(mesh.close, Deadline(mesh.plan.limits.close_deadline_s))
+                else:
+                    steps.callback(mesh.box.forget, self._number)
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Fail all ranks that share the connections, and close those that are this group's own."""
+        self._is_world_no_more()
+        cause = error or RuntimeError("the process group was aborted")
+        for mesh in self._meshes.values():
+            if self._owns:
+                mesh.abandon(cause)
+            elif error is None:
+                mesh.fail(cause)
+
+    def _is_world_no_more(self) -> None:
+        global _world  # noqa: PLW0603 - see above
         if _world is self:
             _world = None
 
-    def abort(self) -> None:
-        """Fail all ranks that share the connections."""
-        for mesh in self._meshes.values():
-            mesh.fail(RuntimeError("the process group was aborted"))
+
+def _payload(mesh: Mesh, place: int, tensor: torch.Tensor) -> bytes | torch.Tensor:
+    """What is sent: bytes, if it goes beside the header."""
+    if place == mesh.rank:
+        return to_bytes(tensor).clone()
+    if tensor.is_cpu and tensor.nbytes <= mesh.plan.control.inline_bytes:
+        return raw_bytes(tensor)
+    return to_bytes(tensor)
 
 
 def _connect(given: Any, options: C10dOptions, ranks: Sequence[int]) -> dict[str, Mesh]:
-    patience_s = given.timeout.total_seconds()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return {
-        device: Mesh(
-            options.plan(ranks, device),
-            ranks,
-            given.group_rank,
-            dist.PrefixStore(f"c10d/{given.group_id}", given.store),
-            patience_s,
-        )
-        for device in devices
-    }
+    plans = {device: options.plan(ranks, device) for device in devices}
+    patience_s = options.connect_deadline_s or given.timeout.total_seconds()
+    store = dist.PrefixStore(f"c10d/{given.group_id}", given.store)
+    meshes: dict[str, Mesh] = {}
+    try:
+        for device, plan in plans.items():
+            meshes[device] = Mesh(plan, ranks, given.group_rank, store, patience_s)
+    except BaseException as error:
+        for mesh in meshes.values():
+            mesh.abandon(error)
+        raise
+    return meshes
 
 
 def _number(name: str, ranks: Sequence[int]) -> int:

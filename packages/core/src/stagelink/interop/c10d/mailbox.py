@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from stagelink.errors import ProtocolError
 from stagelink.exchange.arrival import Arrival
 from stagelink.transport.header import Direction, Header, MessageKind
 
@@ -64,6 +65,9 @@ class Claim(Protocol):
     def take(self, arrival: Arrival) -> None:
         """The message is whole; called once, on whichever thread finished it; never raises."""
 
+    def give_up(self) -> None:
+        """The group was destroyed, and the message will not be looked for."""
+
 
 class Mailbox:
     """What was received and what is asked for.
@@ -80,6 +84,7 @@ class Mailbox:
         self._claims: dict[Address, Claim] = {}
         self._here: dict[Address, Arrival] = {}
         self._claimed: dict[Arrival, Claim] = {}
+        self._forgotten: set[int] = set()
         plane.handle(MessageKind.DATA, self._on_message)
 
     def _on_message(self, peer: int, frame: Frame) -> None:
@@ -88,7 +93,7 @@ class Mailbox:
         with self._lock:
             claim = self._claims.pop(address, None)
             if claim is None:
-                self._here[address] = arrival
+                self._keep(address, arrival)
             else:
                 claim.meet(arrival)
                 self._claimed[arrival] = claim
@@ -98,6 +103,24 @@ class Mailbox:
         else:
             arrival.link = self._link_from(peer)
             arrival.link.announced(arrival, frame.note, frame.fds)
+
+    def _keep(self, address: Address, arrival: Arrival) -> None:
+        if address in self._here:
+            raise ProtocolError(f"two messages of {address}")
+        if address.group not in self._forgotten:
+            self._here[address] = arrival
+
+    def forget(self, group: int) -> None:
+        """A group was destroyed: drop what came and comes for it, and tell those that asked."""
+        with self._lock:
+            self._forgotten.add(group)
+            for address in [address for address in self._here if address.group == group]:
+                del self._here[address]
+            asked = [address for address in self._claims if address.group == group]
+            claims = [self._claims.pop(address) for address in asked]
+        for claim in claims:
+            claim.give_up()
+        self._plane.changed()
 
     def on_settled(self, arrival: Arrival) -> None:
         """A message is whole; on whichever thread finished it."""
@@ -119,7 +142,7 @@ class Mailbox:
             claim = self._claims.pop(address, None)
             if claim is None:
                 arrival.settled = True
-                self._here[address] = arrival
+                self._keep(address, arrival)
         if claim is not None:
             claim.take(arrival)
             self._plane.changed()

@@ -50,7 +50,7 @@ class Mesh(Joint):
         ranks: what the group's ranks are called, by their places in it.
         rank: this rank, by its place in the group.
         store: one that only meshes of these ranks share; one after the other may.
-        patience_s: for the others to come, if the plan does not say less.
+        patience_s: for the others to come.
 
     Attributes:
         box: what was received and what is asked for.
@@ -75,7 +75,7 @@ class Mesh(Joint):
         self.plane.handle(MessageKind.READY, self._on_ready)
         _open.add(self)
         try:
-            self._join(Deadline(min(patience_s, plan.limits.connect_deadline_s)))
+            self._join(Deadline(patience_s))
         except BaseException as error:
             self.abandon(error)
             raise
@@ -123,7 +123,7 @@ class Mesh(Joint):
         return self._in[peer]
 
     def _need(self, peer: int) -> None:
-        if peer in self._asked:
+        if peer in self._asked or peer in self.plane.gone:
             return
         with self.plane.lock:
             if not self._joined:
@@ -155,9 +155,6 @@ class Mesh(Joint):
         for link, count in lost.items():
             logger.warning("rank %d: closed with %d not delivered on %s", self.rank, count, link)
         return lost
-
-    def _tell_closed(self) -> None:
-        """Nobody was told that a link was opened."""
 
 
 def _leave_all() -> None:

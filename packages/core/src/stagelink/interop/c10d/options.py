@@ -56,6 +56,12 @@ class C10dOptions:
         path = os.environ.get(CONFIG_VARIABLE)
         return cls.load(path) if path else cls()
 
+    @property
+    def connect_deadline_s(self) -> float | None:
+        """How long to wait for the other ranks; None: as long as the group's time-out."""
+        found: float | None = self.tables.get("limits", {}).get("connect_deadline_s")
+        return found
+
     def plan(self, ranks: Sequence[int], device: str) -> Plan:
         """A plan of which the group's ranks are the stages, with an edge between any two.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stagelink.errors import StagelinkError
+from stagelink.errors import ClosedError, StagelinkError
 from stagelink.exchange.driving import wait_driving
 from stagelink.transport.contract import Deadline
 from stagelink.transport.payload import dtype_of, from_bytes, is_plain, to_bytes
@@ -75,7 +75,8 @@ class _MessageWork(dist.Work):
         except StagelinkError as error:
             raise self._mesh.error(self._what, error) from error
         if self._error is not None:
-            raise self._error
+            # As a new one: the same, raised again and again, would keep every caller's frames.
+            raise dist.DistBackendError(str(self._error)) from self._error.__cause__
         return True
 
     def _wait(self, deadline: Deadline) -> bool:
@@ -208,6 +209,11 @@ class RecvWork(_MessageWork):
             self._error = self._mesh.error(self._what, error)
         self._over = True
 
+    def give_up(self) -> None:
+        """The group was destroyed."""
+        closed = ClosedError("the group was destroyed before the message came")
+        self._error, self._over = self._mesh.error(self._what, closed), True
+
     def _fill(self, arrival: Arrival) -> None:
         size, payload = arrival.header.payload_bytes, arrival.payload
         if size != self._tensor.nbytes:
@@ -231,7 +237,9 @@ class RecvWork(_MessageWork):
     def _copy(self, payload: torch.Tensor) -> None:
         tensor = self._tensor
         if not self._plain:
-            tensor.copy_(from_bytes(payload, dtype_of(tensor), tuple(tensor.shape)))
+            # The mode is each thread's own, and this is whichever finished the message.
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.copy_(from_bytes(payload, dtype_of(tensor), tuple(tensor.shape)))
         elif tensor.is_cpu:
             ctypes.memmove(tensor.data_ptr(), payload.data_ptr(), payload.numel())
         else:

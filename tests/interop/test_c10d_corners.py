@@ -1,0 +1,215 @@
+"""At the edges: who leaves before others meet, groups made again, aborts, modes, no memory."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stagelink.errors import ProtocolError
+from stagelink.exchange.arrival import Arrival
+from stagelink.interop.c10d import C10dOptions
+from stagelink.interop.c10d.mailbox import Address, Mailbox
+from stagelink.interop.c10d.mesh import Mesh
+from stagelink.testing import no_leaks
+from stagelink.transport.contract import Deadline
+from stagelink.transport.header import Header, MessageKind
+from tests.interop.c10d_features import filled, refused
+from tests.interop.c10d_programs import PATIENCE, STAGELINK, world
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from stagelink.testing import RankPool
+
+GLOO = C10dOptions({"links": [{"transport": "gloo"}]})
+
+
+def _meets_nobody_that_left(rank: int, size: int, store: Store) -> None:
+    with no_leaks("threads"), world(rank, size, store, options=GLOO):
+        if rank == 1:
+            return
+        group: Any = dist.group.WORLD
+        plane = group._meshes["cpu"].plane
+        plane.wait(lambda: 1 in plane.gone, Deadline(20))
+        if rank == 0:
+            with refused("peer rank 1 closed"):
+                dist.recv(torch.zeros(3), 1)
+            for thread in threading.enumerate():
+                if thread.name.startswith("stagelink-open-"):
+                    thread.join(20)
+            dist.send(torch.ones(3), 2)
+        else:
+            dist.recv(torch.zeros(3), 0)
+
+
+def test_a_first_contact_with_who_has_left_harms_nobody_else(rank_pool: RankPool) -> None:
+    rank_pool.run(_meets_nobody_that_left, 3)
+
+
+def _waits_under_a_mode(rank: int, size: int, store: Store, options: C10dOptions) -> None:
+    """Whoever waits reads for all, and what it allocates is not what the program's mode says."""
+    with world(rank, size, store, options=options):
+        if rank == 0:
+            dist.send(filled(20_000, 1), 1, tag=1)
+            dist.send(torch.ones(3), 1, tag=2)
+            return
+        unasked = torch.zeros(20_000, dtype=torch.uint8)
+        last = torch.zeros(3)
+        torch.set_default_device("meta")
+        try:
+            work = dist.irecv(last, 0, tag=2)
+            assert work is not None
+            work.wait()
+            dist.recv(unasked, 0, tag=1)
+        finally:
+            torch.set_default_device("cpu")
+        assert torch.equal(unasked, filled(20_000, 1))
+
+
+@pytest.mark.parametrize("options", [C10dOptions(), GLOO], ids=["shm", "gloo"])
+def test_a_default_device(options: C10dOptions, rank_pool: RankPool) -> None:
+    rank_pool.run(_waits_under_a_mode, 2, options)
+
+
+def _receives_in_inference_mode(rank: int, size: int, store: Store, length: int) -> None:
+    with world(rank, size, store):
+        if rank == 0:
+            store.wait(["posted"])
+            dist.send(torch.ones(length), 1)
+            dist.barrier()
+            return
+        with torch.inference_mode():
+            into = torch.zeros(2 * length)[::2]
+            work = dist.irecv(into, 0)
+        assert work is not None
+        store.set("posted", "")
+        dist.barrier()  # a thread of the library finishes it
+        work.wait()
+        assert bool(into.eq(1).all())
+
+
+@pytest.mark.parametrize("length", [100, 100_000])
+def test_inference_mode(length: int, rank_pool: RankPool) -> None:
+    rank_pool.run(_receives_in_inference_mode, 2, length)
+
+
+def _again_by_the_same_name(rank: int, size: int, store: Store) -> None:
+    with world(rank, size, store):
+        ranks = [*range(size)]
+        for number in range(3):
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            if rank == 0:
+                dist.send(torch.full((3,), float(number)), 1, group=group)
+                dist.send(torch.full((3,), -1.0), 1, group=group)
+            else:
+                got = torch.zeros(3)
+                dist.recv(got, 0, group=group)
+                assert got.eq(number).all()
+                posted = dist.irecv(got, 0, group=group, tag=7)
+                assert posted is not None
+            dist.barrier()
+            dist.destroy_process_group(group)
+            if rank == 1:
+                with refused("the group was destroyed before the message came"):
+                    posted.wait()  # type: ignore[union-attr]
+        whole: Any = dist.group.WORLD
+        box = whole._meshes["cpu"].box
+        assert (box._here, box._claims, box._claimed) == ({}, {}, {})
+
+
+def test_a_subgroup_is_destroyed_and_made_again(rank_pool: RankPool) -> None:
+    rank_pool.run(_again_by_the_same_name, 2)
+
+
+def test_a_destroyed_group_keeps_nothing_and_no_message_takes_anothers_place() -> None:
+    class Quiet:
+        def handle(self, *given: object) -> None: ...
+
+        def changed(self) -> None: ...
+
+    box = Mailbox(Quiet(), lambda peer: None)  # type: ignore[arg-type, return-value]
+    kept, dropped = Address(1, 0, 0, 0), Address(2, 0, 0, 0)
+    for address in (kept, dropped):
+        box.put(address, Arrival(Header(MessageKind.DATA), 0))
+    with pytest.raises(ProtocolError, match="two messages of Address"):
+        box.put(kept, Arrival(Header(MessageKind.DATA), 0))
+    box.forget(2)
+    box.put(dropped, Arrival(Header(MessageKind.DATA), 0))
+    assert [*box._here] == [kept]
+
+
+def _too_large_to_send(rank: int, size: int, store: Store) -> None:
+    with world(rank, size, store):
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="allocate"):
+                dist.isend(torch.zeros(1).expand(2**45), 1)
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.zeros(3), 0)
+
+
+def test_what_cannot_be_made_contiguous_takes_no_number(rank_pool: RankPool) -> None:
+    rank_pool.run(_too_large_to_send, 2)
+
+
+def _aborts(rank: int, size: int, store: Store) -> None:
+    with no_leaks("threads"):
+        dist.init_process_group(STAGELINK, store=store, rank=rank, world_size=size)
+        store.set(f"joined/{rank}", "")
+        store.wait([f"joined/{peer}" for peer in range(size)])
+        dist.distributed_c10d._abort_process_group()
+        assert "stagelink" not in str(threading.enumerate())
+        with world(rank, size, dist.PrefixStore("second", store), "gloo"):
+            group: Any = dist.new_group(backend="stagelink")
+            assert group._owns
+            if rank == 0:
+                dist.send(torch.ones(3), 1, group=group)
+            else:
+                dist.recv(torch.ones(3), 0, group=group)
+
+
+def test_an_aborted_world_is_gone(rank_pool: RankPool) -> None:
+    rank_pool.run(_aborts, 2)
+
+
+def _patience(rank: int, size: int, store: Store, tables: dict[str, Any]) -> list[float]:
+    waited: list[float] = []
+    join = Mesh._join
+
+    def spy(self: Mesh, deadline: Deadline) -> None:
+        waited.append(deadline.seconds)
+        join(self, deadline)
+
+    Mesh._join = spy  # type: ignore[method-assign]
+    try:
+        with world(rank, size, store, options=C10dOptions(tables)):
+            return waited
+    finally:
+        Mesh._join = join  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("tables", "seconds"),
+    [({}, PATIENCE.total_seconds()), ({"limits": {"connect_deadline_s": 7}}, 7.0)],
+)
+def test_how_long_the_others_are_waited_for(
+    tables: dict[str, Any], seconds: float, rank_pool: RankPool
+) -> None:
+    assert rank_pool.run(_patience, 1, tables) == [[seconds]]
+
+
+def _options_of_a_subgroup(rank: int, size: int, store: Store) -> None:
+    with (
+        world(rank, size, store),
+        pytest.raises(ValueError, match="give pg_options to init_process_group"),
+    ):
+        dist.new_group([0], pg_options=GLOO, timeout=timedelta(seconds=5))
+
+
+def test_a_subgroup_has_no_options_of_its_own(rank_pool: RankPool) -> None:
+    rank_pool.run(_options_of_a_subgroup, 1)
