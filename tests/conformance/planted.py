@@ -5,6 +5,8 @@ No test module of its own: these tests are there to fail.
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -210,6 +212,29 @@ class Truncates(Broken):
     receiver = ShortReceiver
 
 
+class SilentSender(TcpSender):
+    def abort(self, cause: BaseException) -> None:
+        pass
+
+
+class DeathIsAnEnd(Broken):
+    name = "death-is-an-end"
+    sender = SilentSender
+    receiver = ForgivingReceiver
+
+
+class LitteringSender(TcpSender):
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        descriptor, _ = tempfile.mkstemp(prefix="litter")
+        os.close(descriptor)
+
+
+class LeavesAFile(Broken):
+    name = "leaves-a-file"
+    sender = LitteringSender
+
+
 class DeafReceiver(TcpReceiver):
     def abort(self, cause: BaseException) -> None:
         pass
@@ -258,6 +283,14 @@ class TestLeaksAThread(TransportConformance):
 
 class TestTruncates(TransportConformance):
     transport = Truncates
+
+
+class TestDeathIsAnEnd(TransportConformance):
+    transport = DeathIsAnEnd
+
+
+class TestLeavesAFile(TransportConformance):
+    transport = LeavesAFile
 
 
 class TestIgnoresAbort(TransportConformance):

@@ -40,6 +40,14 @@ FOUND_BY = {
     "BlocksInClose": ("test_close_keeps_its_deadline", "Sender.close still blocks 3 s after"),
     "LeaksAThread": ("test_close_leaves_nothing", "  thread 'leaked'"),
     "Truncates": ("test_sizes[buffered]", "from byte 65536 to byte 65536"),
+    "DeathIsAnEnd": (
+        "test_a_peer_that_dies_is_no_end_of_a_message",
+        "a receive returns as if the message had arrived, although the other end has died",
+    ),
+    "LeavesAFile": (
+        "test_close_leaves_nothing",
+        "left behind in the folder for temporary files: ['litter",
+    ),
     "IgnoresAbort": (
         "test_abort_ends_a_receive",
         "the finish of a receive still blocks 3 s after",

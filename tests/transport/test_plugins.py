@@ -330,6 +330,12 @@ def test_c057_an_installed_plugin_and_one_in_code_conflict(site: Site) -> None:
     assert "fast" in [entry.name for entry in broken]
 
 
+def test_the_class_that_is_installed_may_be_given_in_code_as_well(site: Site) -> None:
+    site.transport("fast")
+    installed = Plugins().load("fast")
+    assert Plugins(transports=[installed]).load("fast") is installed
+
+
 def test_c057_two_classes_of_one_name_conflict_at_registration() -> None:
     with pytest.raises(PluginError, match=r"(?s)'own' is provided more than once.*Own.*Renamed"):
         Plugins(transports=[Own, renamed("own")])

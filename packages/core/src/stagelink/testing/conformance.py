@@ -140,7 +140,11 @@ class TransportConformance:
         ):
             link = Link(0, 1, cls.name, min(cls.capabilities.devices))
             one = transport.can_connect(link, here, there)
-            assert one.ok == transport.can_connect(link, there, here).ok
+            other = transport.can_connect(link, there, here)
+            assert one.ok == other.ok, (
+                f"can_connect judges {link} otherwise at its two ends: {one} from {here} to "
+                f"{there}, {other} the other way round"
+            )
 
     # -- values, order, sizes
 
@@ -249,6 +253,17 @@ class TransportConformance:
         """A receive whose sender has gone half way never returns as if all had come."""
         _play(run, Scene.BROKEN_OFF)
 
+    def test_a_peer_that_dies_is_no_end_of_a_message(self, subject: Subject) -> None:
+        """Nor does one whose sender's process has died half way."""
+        if _capabilities(subject).same_process:
+            pytest.skip(f"ranks of {subject.name!r} are threads of one process")
+        with run_fresh(plays_scene, 2, subject, Scene.DIED.name) as ranks:
+            outcome = ranks.outcomes(2 * _TOLD_S)[1]
+        assert outcome.error is None, outcome.error
+        if outcome.value == NOTHING_TO_WAIT_FOR:
+            pytest.skip(NOTHING_TO_WAIT_FOR)
+        assert not outcome.value, outcome.value
+
     def test_abort_ends_a_receive(self, run: Callable[..., Any]) -> None:
         """A finish that waits without a deadline returns or raises when its end is aborted."""
         _play(run, Scene.RECEIVER_ABORTS)
@@ -268,7 +283,10 @@ class TransportConformance:
     @pytest.mark.parametrize("size_bytes", [1000, 64 * 1024 * 1024])
     @pytest.mark.parametrize("victim", [0, 1])
     def test_killed_peer(self, subject: Subject, victim: int, size_bytes: int) -> None:
-        """A rank that is killed ends the other's wait with its number, also in mid-payload."""
+        """A rank that is killed ends the other's wait with its number, also in mid-payload.
+
+        Half of a message is never received as a whole one.
+        """
         if _capabilities(subject).same_process:
             pytest.skip(f"ranks of {subject.name!r} are threads of one process")
         survivor = 1 - victim
@@ -290,7 +308,10 @@ class TransportConformance:
         _play(run, Scene.CLOSED)
 
     def test_close_leaves_nothing(self, run: Callable[..., Any]) -> None:
-        """Ten times opened, used and closed: threads and descriptors are as before."""
+        """Ten times opened, used and closed: threads, descriptors and files are as before.
+
+        Files are those in the folder for temporary ones, by way of ``tempfile``.
+        """
         check = LeakCheck("threads")
         run(drivers.closes_without_trace)
         check.verify()

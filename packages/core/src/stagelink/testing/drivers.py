@@ -7,9 +7,11 @@ fails.
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -268,11 +270,26 @@ def closes_without_trace(rank: int, world_size: int, store: Store, subject: Subj
     """Ten times opened, used and closed: nothing is there that was not before."""
     _use_once(rank, world_size, store, subject)
     check = LeakCheck("threads", "descriptors", "shared mappings")
-    for _ in range(9):
-        _use_once(rank, world_size, store, subject)
+    with _empty_folder() as files:
+        for _ in range(9):
+            _use_once(rank, world_size, store, subject)
+        left = files()
     # Ranks that are threads of one process would count each other's.
     if threading.current_thread() is threading.main_thread():
         check.verify()
+        assert not left, f"left behind in the folder for temporary files: {left}"
+
+
+@contextmanager
+def _empty_folder() -> Iterator[Callable[[], list[str]]]:
+    """A folder of this process's own for temporary files; what is in it."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder
+        try:
+            yield lambda: sorted(os.listdir(folder))
+        finally:
+            tempfile.tempdir = before
 
 
 def _use_once(rank: int, world_size: int, store: Store, subject: Subject) -> None:
@@ -327,12 +344,21 @@ def sends_for_ever(
         for number in range(1_000_000):
             with comm.evaluate(4) as session:
                 for microbatch in range(4):
+                    value = (4 * number + microbatch) % 251
                     if rank == 0:
+                        tensor[0] = tensor[-1] = value
                         session.send("e0", tensor, microbatch)
                     else:
-                        session.recv("e0", microbatch)
+                        _check_ends(_some(session.recv("e0", microbatch)), value)
             if number == 1:
                 report("going")
+
+
+def _check_ends(tensor: torch.Tensor, value: int) -> None:
+    found = [int(tensor[0]), int(tensor[-1])]
+    assert found == [value, value], (
+        f"a message that begins and ends with {value} is received as a whole one with {found}"
+    )
 
 
 def _some(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -8,6 +8,8 @@ A transport whose message is through before has nothing to wait for, which is to
 from __future__ import annotations
 
 import enum
+import os
+import signal
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,6 +50,9 @@ class Scene(enum.Enum):
     SILENT_SENDER = "the sender goes no further; the receiver's finish has a deadline"
     SILENT_RECEIVER = "the receiver goes no further; the sender's finish has a deadline"
     BROKEN_OFF = "the sender's end is aborted; the receiver's finish must not take that for an end"
+    DIED = (
+        "the sender's process dies half way; the receiver's finish must not take that for an end"
+    )
     RECEIVER_ABORTS = "the receiver's end is aborted while it waits"
     SENDER_ABORTS = "the sender's end is aborted while it waits"
     CLOSED = "an end is closed, with a deadline"
@@ -56,6 +61,9 @@ class Scene(enum.Enum):
     def at_sender(self) -> bool:
         """Whether it is the sender's finish that is looked at."""
         return self in {Scene.SILENT_RECEIVER, Scene.SENDER_ABORTS}
+
+
+_GONE = {Scene.BROKEN_OFF: "has broken off", Scene.DIED: "has died"}
 
 
 class _OverError(Exception):
@@ -100,6 +108,7 @@ class _Stage:
         self.scene = scene
         self.verdict = ""
         self.played = False
+        self.looked = False
         self._over = False
         self._store = store
         self._device = device
@@ -125,9 +134,18 @@ class _Stage:
             self.wait("receiver is there")
             self.break_off(end)
             self.wait("seen")
+        elif self.scene is Scene.DIED:
+            # As much of it leaves as is taken by nobody.
+            _Call(lambda: pending.finish(Deadline(float("inf"))), port).join(_DEADLINE_S)
+            self.die()
         else:
             self.wait("seen")
         raise _OverError
+
+    def die(self) -> None:
+        self.wait("receiver is there")
+        self.tell("dying")
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def break_off(self, end: Sender) -> None:
         end.abort(ConnectionAbortedError("the other end has gone"))
@@ -146,6 +164,8 @@ class _Stage:
             raise _OverError
         if self.scene is Scene.BROKEN_OFF:
             self.wait("broken off")
+        elif self.scene is Scene.DIED:
+            self.wait("dying")
         payload = self._look(pending.finish, end, port)
         if payload is not _NOTHING and self.scene is not Scene.RECEIVER_ABORTS:
             self.arrived(payload, lent)
@@ -158,7 +178,7 @@ class _Stage:
         if problem is None and isinstance(whole, torch.Tensor):
             problem = difference(whole.cpu(), _expected())
         if problem:
-            gone = "has broken off" if self.scene is Scene.BROKEN_OFF else "sends no more"
+            gone = _GONE.get(self.scene, "sends no more")
             self.verdict = (
                 "a receive returns as if the message had arrived, although the other end "
                 f"{gone}: {problem}"
@@ -182,16 +202,19 @@ class _Stage:
         """Call a finish as the scene has it; `_NOTHING` unless it returned."""
         aborts = self.scene in {Scene.RECEIVER_ABORTS, Scene.SENDER_ABORTS}
         deadline_s = float("inf") if aborts else _DEADLINE_S
-        if self.scene is Scene.BROKEN_OFF:
+        if self.scene in _GONE:
             deadline_s = 1.0
         call = _Call(lambda: finish(Deadline(deadline_s)), port)
+        by_itself = True
         if aborts:
             call.join(_DEADLINE_S)
+            by_itself = not call.is_alive()
             self._abort(end, port)
             call.join(SLACK_S)
         else:
             call.join(deadline_s + SLACK_S)
-        self._judge(call, deadline_s)
+        self._judge(call, deadline_s, by_itself=by_itself)
+        self.looked = True
         if call.is_alive():
             self._abort(end, port)
             call.join(SLACK_S)
@@ -203,7 +226,7 @@ class _Stage:
         port.fail_waits()
         end.abort(ConnectionAbortedError("this end has given up"))
 
-    def _judge(self, call: _Call, deadline_s: float) -> None:
+    def _judge(self, call: _Call, deadline_s: float, *, by_itself: bool) -> None:
         which = "send" if self.scene.at_sender else "receive"
         if call.is_alive():
             late = (
@@ -213,7 +236,7 @@ class _Stage:
             )
             self.verdict = f"the finish of a {which} {late}"
         elif call.error is None:
-            self.verdict = NOTHING_TO_WAIT_FOR
+            self.verdict = NOTHING_TO_WAIT_FOR if by_itself else ""
         elif self.scene.name.startswith("SILENT") and not isinstance(call.error, TimeoutError):
             self.verdict = (
                 f"the finish of a {which} raises {call.error!r} at its deadline, where the "
@@ -320,6 +343,8 @@ class _Sender(Sender):
             self._stage.at_once()
             if self._stage.scene is Scene.BROKEN_OFF:
                 self._stage.break_off(self._inner)
+            elif self._stage.scene is Scene.DIED:
+                self._stage.die()
             return pending
         return _Sending(self._stage, self._inner, self._port, pending, message)
 
@@ -380,7 +405,9 @@ class _Receiver(Receiver):
         self._inner.on_note(note, fds)
 
     def abort(self, cause: BaseException) -> None:
-        self._inner.abort(cause)
+        # Core's, since the sender has died: what the transport makes of that alone is looked at.
+        if self._stage.scene is not Scene.DIED or self._stage.looked:
+            self._inner.abort(cause)
 
     def close(self, deadline: Deadline) -> None:
         del deadline

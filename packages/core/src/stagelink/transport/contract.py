@@ -64,7 +64,7 @@ is accepted: minors only add.
 """
 
 
-_YEAR_S = 365 * 86400.0
+_MOST_S = 20 * 86400.0
 
 
 class Deadline:
@@ -82,8 +82,8 @@ class Deadline:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left, 0 when it has passed; a year at most, which every clock can count."""
-        return min(max(0.0, self._end - time.monotonic()), _YEAR_S)
+        """Seconds left, 0 when it has passed; 20 days at most, which `poll` can still count."""
+        return min(max(0.0, self._end - time.monotonic()), _MOST_S)
 
     @property
     def passed(self) -> bool:
@@ -373,7 +373,11 @@ class Sender(ABC):
         """
 
     def abort(self, cause: BaseException) -> None:
-        """The handler failed: make every blocked ``finish`` return or raise. Returns at once."""
+        """The handler failed: make every blocked ``finish`` return or raise. Returns at once.
+
+        The peer need not see it: core tells it, and aborts its end. But where it does, as the end
+        of a stream say, that must not pass for the end of a message.
+        """
 
     def close(self, deadline: Deadline) -> None:
         """Give back what ``open_sender`` took. No message is under way any more."""

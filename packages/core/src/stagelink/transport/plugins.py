@@ -156,9 +156,16 @@ class Plugins:
     def _sole_registered(self, name: str) -> type[Transport]:
         cls = self._registered[name]
         installed = self.transports.by_name.get(name, ())
-        if installed:
+        if installed and not self._is_installed(name, cls):
             raise conflict(name, [_in_code(cls), *map(str, installed)])
         return cls
+
+    def _is_installed(self, name: str, cls: type[Transport]) -> bool:
+        """Whether a class is the very one that is installed under its name."""
+        try:
+            return self._load_installed(name) is cls
+        except PluginError:
+            return False
 
     def _load_installed(self, name: str) -> type[Transport]:
         if name not in self.transports.by_name:
