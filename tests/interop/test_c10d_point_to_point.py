@@ -122,13 +122,31 @@ def test_rules_choose_what_carries_a_pair(how: str, rank_pool: RankPool, tmp_pat
     ("tables", "text"),
     [
         ({"pipeline": {"name": "x"}}, "PlanError: c10d options: pipeline: only the tables"),
+        ({"link": []}, "control, limits have a meaning here (did you mean 'links'?)"),
+        (
+            {"links": [{"transport": "shm"}, {"transport": "shm", "tensor": "x", "to": 1}]},
+            "links.tensor has no meaning here; those that have are transport, from_rank",
+        ),
+        ({"limits": {"deadline_s": 3}}, "limits.deadline_s has no meaning here"),
+        ({"limits": 3}, "c10d options: limits: 3: must be a table"),
         ({"links": [{"transport": "carrier pigeon"}]}, "carrier pigeon"),
         ({"links": [{"colour": "red"}]}, "colour"),
         ({"transports": {"shm": {"link_bytes": 1}}}, "link_bytes"),
         ({"control": {"inline_bytes": -1}}, "inline_bytes"),
-        ("/nonexistent/links.toml", "/nonexistent/links.toml"),
+        ("/nonexistent/links.toml", "c10d options: /nonexistent/links.toml"),
     ],
-    ids=["table", "transport", "rule", "option", "number", "file"],
+    ids=[
+        "table",
+        "misspelt",
+        "key of a plan's rule",
+        "limit",
+        "no table",
+        "transport",
+        "rule",
+        "option",
+        "number",
+        "file",
+    ],
 )
 def test_wrong_options_are_named(tables: Any, text: str, rank_pool: RankPool) -> None:
     for said in rank_pool.run(features.wrong_options, 2, tables):

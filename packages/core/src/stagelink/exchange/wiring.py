@@ -198,8 +198,8 @@ class Wiring:
         thread = threading.Thread(target=opener, name=name, daemon=True)
         with self.plane.lock:
             self._opening.add(peer)
-            self._openers.append(thread)
-        thread.start()
+            thread.start()
+            self._openers.append(thread)  # by now: whoever closes at this moment waits for it
 
     def _on_ready(self, peer: int, frame: Frame) -> None:
         del frame
@@ -342,7 +342,9 @@ class Wiring:
 
     def close(self, deadline: Deadline) -> None:
         """Give every end back, also where one raises; what is still being opened is waited for."""
-        for opener in self._openers:
+        with self.plane.lock:
+            openers = tuple(self._openers)
+        for opener in openers:
             opener.join(deadline.remaining_s)
         with ExitStack() as ends:
             for end in self._ends.values():

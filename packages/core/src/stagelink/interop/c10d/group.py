@@ -164,10 +164,10 @@ class StagelinkGroup(dist.ProcessGroup):
         """
         (tensor,) = tensors
         mesh, place = self._mesh_for(tensor), self._place(peer, tag)
-        what = f"send to rank {self._ranks[peer]} with tag {tag}"
+        what = f"send to rank {place} with tag {tag}"
         try:
             mesh.plane.check()
-            mesh.plane.check_here(place, "one that receives")
+            mesh.plane.check_here(place, "a receive there")
             like = Header(
                 MessageKind.DATA,
                 dtype_code=dtype_of(tensor).code,
@@ -215,7 +215,7 @@ class StagelinkGroup(dist.ProcessGroup):
         """
         (tensor,) = tensors
         mesh, place = self._mesh_for(tensor), self._place(peer, tag)
-        what = f"receive from rank {self._ranks[peer]} with tag {tag}"
+        what = f"receive from rank {place} with tag {tag}"
         try:
             mesh.plane.check()
             dtype_of(tensor)

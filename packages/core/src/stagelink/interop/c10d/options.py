@@ -6,13 +6,14 @@ The ranks of the group are its stages, each named after its rank, with an edge b
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stagelink.errors import PlanError
 from stagelink.plan import Plan
 from stagelink.plan.files import read_mapping
+from stagelink.plan.problems import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,19 @@ __all__ = ["CONFIG_VARIABLE", "C10dOptions"]
 CONFIG_VARIABLE = "STAGELINK_C10D_CONFIG"
 """Environment variable with the path of the tables' file; without it the choice is ``auto``."""
 
-_TABLES = ("links", "transports", "control", "limits")
+_MEANING = {
+    "links": ("transport", "from_rank", "to_rank", "same_server", "device"),
+    "transports": (),
+    "control": (),
+    "limits": ("connect_deadline_s", "close_deadline_s", "pool_bytes"),
+}
+"""Tables that may be given, and their keys that have a meaning here; none named: all."""
+
+_WITHOUT = {
+    "links": ("from", "to", "from_server", "to_server", "tensor"),
+    "limits": ("deadline_s", "first_deadline_s", "receive_bytes"),
+}
+"""Keys that a plan's tables have beside those."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,10 @@ class C10dOptions:
         Raises:
             PlanError: it cannot be read.
         """
-        return cls(read_mapping(path))
+        try:
+            return cls(read_mapping(path))
+        except PlanError as error:
+            raise PlanError(f"c10d options: {error}") from error
 
     @classmethod
     def from_environment(cls) -> C10dOptions:
@@ -72,12 +88,9 @@ class C10dOptions:
         Raises:
             PlanError: a table is none of those, or wrong.
         """
-        unknown = sorted(set(self.tables) - set(_TABLES))
-        if unknown:
-            raise PlanError(
-                f"c10d options: {', '.join(unknown)}: only the tables {', '.join(_TABLES)} have a "
-                "meaning here"
-            )
+        problems = list(self._meaningless())
+        if problems:
+            raise PlanError("\n".join(f"c10d options: {problem}" for problem in problems))
         names = [f"rank {rank}" for rank in ranks]
         stages = [
             {"name": name, "ranks": [place], "device": device} for place, name in enumerate(names)
@@ -87,6 +100,27 @@ class C10dOptions:
             for place, name in enumerate(names[:-1])
         ]
         pipeline = {"name": f"c10d-{device}", "schedule": "1f1b", "microbatches": 1}
-        return Plan.from_dict(
-            {"pipeline": pipeline, "stages": stages, "tensors": tensors, **self.tables}
-        )
+        tables = {"pipeline": pipeline, "stages": stages, "tensors": tensors, **self.tables}
+        try:
+            return Plan.from_dict(tables)
+        except PlanError as error:
+            raise PlanError(str(error).replace("plan: ", "c10d options: ")) from error
+
+    def _meaningless(self) -> Iterator[str]:
+        for name in sorted(set(self.tables) - set(_MEANING)):
+            hint = did_you_mean(name, _MEANING)
+            yield f"{name}: only the tables {', '.join(_MEANING)} have a meaning here{hint}"
+        for name, keys in _WITHOUT.items():
+            for table in _rows(self.tables.get(name)):
+                for key in sorted(set(keys).intersection(table)):
+                    yield (
+                        f"{name}.{key} has no meaning here; those that have are "
+                        f"{', '.join(_MEANING[name])}"
+                    )
+
+
+def _rows(value: object) -> list[Mapping[str, Any]]:
+    """A table, or those of a list; what is neither is the plan's to refuse."""
+    return [
+        row for row in (value if isinstance(value, list) else [value]) if isinstance(row, dict)
+    ]
