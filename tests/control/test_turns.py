@@ -261,6 +261,7 @@ def test_a_change_out_of_a_signal_handler_is_seen_at_once(
 ) -> None:
     monkeypatch.setattr("stagelink.control.turns._LOOK_S", 100.0)  # nobody looks by himself
     happened: list[int] = []
+    seen = threading.Event()
 
     def handler(number: int, frame: object) -> None:
         happened.append(number)
@@ -268,7 +269,10 @@ def test_a_change_out_of_a_signal_handler_is_seen_at_once(
 
     def send() -> None:
         assert source.reading.wait(20)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        # Again, since one that comes right before a system call is handled only after it.
+        while not seen.is_set():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            seen.wait(0.1)
 
     before = signal.signal(signal.SIGUSR1, handler)
     sender = threading.Thread(target=send)
@@ -278,5 +282,6 @@ def test_a_change_out_of_a_signal_handler_is_seen_at_once(
         assert source.turns.wait(lambda: bool(happened), Deadline(30))
         assert time.monotonic() - began < 20
     finally:
+        seen.set()
         sender.join()
         signal.signal(signal.SIGUSR1, before)
