@@ -283,10 +283,7 @@ class TransportConformance:
     @pytest.mark.parametrize("size_bytes", [1000, 64 * 1024 * 1024])
     @pytest.mark.parametrize("victim", [0, 1])
     def test_killed_peer(self, subject: Subject, victim: int, size_bytes: int) -> None:
-        """A rank that is killed ends the other's wait with its number, also in mid-payload.
-
-        Half of a message is never received as a whole one.
-        """
+        """A rank that is killed ends the other's wait with its number, also in mid-payload."""
         if _capabilities(subject).same_process:
             pytest.skip(f"ranks of {subject.name!r} are threads of one process")
         survivor = 1 - victim
@@ -308,10 +305,7 @@ class TransportConformance:
         _play(run, Scene.CLOSED)
 
     def test_close_leaves_nothing(self, run: Callable[..., Any]) -> None:
-        """Ten times opened, used and closed: threads, descriptors and files are as before.
-
-        Files are those in the folder for temporary ones, by way of ``tempfile``.
-        """
+        """Ten times opened, used and closed: no thread, descriptor or temporary file stays."""
         check = LeakCheck("threads")
         run(drivers.closes_without_trace)
         check.verify()
