@@ -42,9 +42,13 @@ def _meets_nobody_that_left(rank: int, size: int, store: Store) -> None:
             for thread in threading.enumerate():
                 if thread.name.startswith("stagelink-open-"):
                     thread.join(20)
-            dist.send(torch.ones(3), 2)
-        else:
-            dist.recv(torch.zeros(3), 0)
+        # There and back by the links, so that they are open when either leaves.
+        payload, other = filled(100_000, 1), 2 - rank
+        for source in (0, 2):
+            if rank == source:
+                dist.send(payload, other)
+            else:
+                dist.recv(payload, other)
 
 
 def test_a_first_contact_with_who_has_left_harms_nobody_else(rank_pool: RankPool) -> None:
