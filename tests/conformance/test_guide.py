@@ -15,6 +15,7 @@ from stagelink.testing import drivers, run_threads
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import API_VERSION
 from stagelink.transport.validation import transport_problems
+from tests.support.docs import blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,13 +28,9 @@ PAGE = (DOCS / "writing-a-transport.md").read_text()
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_transport"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-
-
-TRANSPORT = [block for block in blocks("python") if "testing" not in block]
-(CONFORMANCE,) = [block for block in blocks("python") if "testing.conformance" in block]
-(OWN_TESTS,) = [block for block in blocks("python") if "testing.faults" in block]
+TRANSPORT = [block for block in blocks(PAGE, "python") if "testing" not in block]
+(CONFORMANCE,) = [block for block in blocks(PAGE, "python") if "testing.conformance" in block]
+(OWN_TESTS,) = [block for block in blocks(PAGE, "python") if "testing.faults" in block]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +67,7 @@ def spool(modules: dict[str, ModuleType], tmp_path: Path) -> Subject:
 
 
 def test_all_of_the_code_is_run_here() -> None:
-    assert len(blocks("python")) == len(TRANSPORT) + 2
+    assert len(blocks(PAGE, "python")) == len(TRANSPORT) + 2
     assert len(TRANSPORT) == 4
 
 
@@ -128,7 +125,7 @@ def test_its_tests_pass(modules: dict[str, ModuleType], test: str) -> None:
 
 
 def test_its_distribution_has_the_right_entry_point() -> None:
-    (text,) = blocks("toml")
+    (text,) = blocks(PAGE, "toml")
     project = tomllib.loads(text)["project"]
     assert project["entry-points"] == {"stagelink.transports": {"spool": "stagelink_spool"}}
 

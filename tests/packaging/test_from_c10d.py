@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from tests.support.docs import blocks
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -19,13 +21,9 @@ if TYPE_CHECKING:
 PAGE = (Path(__file__).parents[2] / "docs" / "from-c10d.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-
-
 def _as_shown(rank: int, world_size: int, store: Store, folder: str) -> dict[str, dict[int, str]]:
     """Run the page's blocks as a launcher's rank would, where the page's file is."""
-    register, with_options = blocks("python")
+    register, with_options = blocks(PAGE, "python")
     names: dict[str, Any] = {"torch": torch, "dist": dist}
     before = os.getcwd()
     os.chdir(folder)
@@ -56,7 +54,7 @@ def _launched(rank: int, world_size: int, store: Store, run: str) -> None:
 
 
 def test_its_code_runs_and_says_what_is_used(rank_pool: RankPool, tmp_path: Path) -> None:
-    (links,) = blocks("toml")
+    (links,) = blocks(PAGE, "toml")
     (tmp_path / "links.toml").write_text(links)
     found = rank_pool.run(_as_shown, 3, str(tmp_path))
     (said,) = re.findall(r"transports  # (.*): what", PAGE)

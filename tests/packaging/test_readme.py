@@ -7,23 +7,20 @@ import tomllib
 from pathlib import Path
 
 import stagelink
+from tests.support.docs import blocks
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-
-
 def test_the_plan_is_read_and_verified() -> None:
-    (text,) = blocks("toml")
+    (text,) = blocks(README, "toml")
     plan = stagelink.Plan.from_dict(tomllib.loads(text))
     assert stagelink.verify(plan).problem is None
 
 
 def test_the_code_is_python_and_its_names_exist() -> None:
-    shown = blocks("python")
+    shown = blocks(README, "python")
     assert shown
     for text in shown:
         compile(text, "README.md", "exec")

@@ -2,8 +2,8 @@
 
 The store is needed while connecting, and while a pair of ranks opens its links, at whatever time
 it does; afterwards only the abort key and the leaving of ranks are kept in it, and nothing that
-moves tensors touches it. Keys carry run id, restart count, plan name
-and generation, so that a second `stagelink.connect` on the same store meets no key of the first.
+moves tensors touches it. Keys carry run id, restart count, plan name and generation, so that a
+second `stagelink.connect` on the same store meets no key of the first.
 """
 
 from __future__ import annotations
