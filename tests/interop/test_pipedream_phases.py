@@ -71,6 +71,70 @@ def test_what_is_written_into_the_callers_mappings(rank_pool: RankPool) -> None:
     assert [*last[0]] == ["out1", *targets]  # targets are received last
 
 
+def _by_tensor(runtime: Runtime) -> list[tuple[str, int]]:
+    """One tensor of every minibatch after another, and no cursor moved, as in a link test."""
+    handler, count = runtime.handler, 4
+    runtime.start("eval", count)
+    received: list[tuple[str, int]] = []
+    for name in ("aux0", "out0"):
+        for number in range(count):
+            if runtime.rank == 0:
+                handler.send(name, torch.tensor([float(number)]), number, number)
+            else:
+                tensor = handler.recv(name, number, number)
+                assert tensor is not None
+                received.append((name, int(tensor)))
+    for number in range(count):
+        if runtime.rank == 1:
+            handler.send("ack", torch.full((1,), number), number, number, backward=True)
+        else:
+            ack = handler.recv("ack", number, number, backward=True)
+            assert ack is not None
+            received.append(("ack", int(ack)))
+    handler.wait()
+    return received
+
+
+def test_a_queue_without_its_cursor_is_first_in_first_out(rank_pool: RankPool) -> None:
+    acks, tensors = rank_pool.run(with_handler, 2, Job((1, 1), aux=True), _by_tensor)
+    assert tensors == [(name, number) for name in ("aux0", "out0") for number in range(4)]
+    assert acks == [("ack", number) for number in range(4)]
+
+
+def _one_peer(runtime: Runtime) -> list[list[float]]:
+    """Two minibatches of one peer, then, the cursor moved, of the other; gradients likewise."""
+    handler = runtime.handler
+    count = 2 if runtime.rank < 2 else 4
+    runtime.start("train", count)
+    found: list[list[float]] = []
+    if runtime.rank < 2:
+        for number in range(count):
+            handler.send("out0", torch.full((1,), 10.0 * runtime.rank + number), number, number)
+        for number in range(count):
+            gradient = handler.recv("out0", number, number, backward=True)
+            assert gradient is not None
+            found.append(gradient.tolist())
+    else:
+        for peer in range(2):
+            for number in range(2):
+                tensor = handler.recv("out0", number, number)
+                assert tensor is not None
+                found.append(tensor.tolist())
+                handler.send("out0", tensor.detach() + 0.5, number, number, backward=True)
+            if peer == 0:
+                handler.increment_messaging_index(sending=False)
+                handler.increment_messaging_index(sending=True)
+    handler.wait()
+    return found
+
+
+def test_each_peer_has_a_queue_of_its_own(rank_pool: RankPool) -> None:
+    first, second, last = rank_pool.run(with_handler, 3, Job((2, 1)), _one_peer)
+    assert last == [[0.0], [1.0], [10.0], [11.0]]
+    assert first == [[0.5], [1.5]]
+    assert second == [[10.5], [11.5]]
+
+
 UNEVEN = [
     # PipeDream asserts: 3 minibatches do not divide among 2 ranks.
     Job((2, 2), (("train", 3), ("eval", 5), ("train", 3)), relayed=True),

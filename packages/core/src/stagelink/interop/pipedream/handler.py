@@ -255,7 +255,7 @@ class CommunicationHandler:
                 of integers. A gradient has shape and dtype of its tensor.
             forward_minibatch_id: which of this rank's minibatches of the phase, from 0.
             backward_minibatch_id: not looked at: what goes back goes by
-                `increment_messaging_index`.
+                `increment_messaging_index`; without it, in order to the same peer.
             backward: whether it goes to the previous stage.
 
         Raises:
@@ -269,7 +269,7 @@ class CommunicationHandler:
         phase = self._current()
         with self._explained():
             if backward:
-                number = self._progress.returned
+                number = phase.due_to(tensor_name, self._progress.returned)
                 self._begin_backward(phase, number)
                 phase.answer(tensor_name, tensor, number)
             else:
@@ -288,7 +288,7 @@ class CommunicationHandler:
         Args:
             tensor_name: an input, or with ``backward`` an output (its gradient) or ``"ack"``.
             forward_minibatch_id: not looked at: what comes forward comes by
-                `increment_messaging_index`.
+                `increment_messaging_index`; without it, in order from the same peer.
             backward_minibatch_id: which of this rank's minibatches of the phase, from 0.
             backward: whether it comes from the next stage.
 
@@ -305,7 +305,10 @@ class CommunicationHandler:
         phase = self._current()
         with self._explained():
             if not backward:
-                return phase.recv(tensor_name, self._progress.received)
+                number = phase.due_from(tensor_name, self._progress.received)
+                tensor = phase.recv(tensor_name, number)
+                self._progress.sent(number)
+                return tensor
             self._begin_backward(phase, backward_minibatch_id)
             return phase.answered(tensor_name, backward_minibatch_id)
 

@@ -1,6 +1,8 @@
 """One phase of one rank: whose minibatch is whose, and its messages in a session of ours.
 
-A minibatch is asked for by its number among the rank's own in the phase, from 0.
+A minibatch is asked for by its number among the rank's own in the phase, from 0. What comes from the
+stage before, and goes back there, has no number in PipeDream but a cursor that says which peer is
+next: there each tensor and peer has a FIFO queue, which `Phase.due_from` and `Phase.due_to` follow.
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ class Phase:
         self._incoming = {p.name: p for p in known if p.target == place.stage}
         self._asked_for_ack: set[int] = set()
         self._warned: set[str] = set()
+        self._received: dict[tuple[str, int], int] = {}
+        self._returned: dict[tuple[str, int], int] = {}
 
     def leave(self) -> None:
         """The end, on this rank; waits for no other."""
@@ -104,11 +108,27 @@ class Phase:
             self._asked_for_ack.add(minibatch)
         self._session.send(self._way(passed, minibatch), message, minibatch)
 
+    def due_from(self, name: str, cursor: int) -> int:
+        """Number of the minibatch whose tensor a receive takes, with the caller's cursor there.
+
+        The cursor's own; or, where that tensor of it was received already, the next from the same
+        peer, as a FIFO queue would give it.
+
+        Raises:
+            UsageError: the tensor is not received here, or the peer sends no more of it.
+        """
+        return self._due(self._incoming, "receives", self._received, name, cursor)
+
+    def due_to(self, name: str, cursor: int) -> int:
+        """As `due_from`, of what is sent back."""
+        return self._due(self._incoming, "receives", self._returned, name, cursor)
+
     def recv(self, name: str, number: int) -> torch.Tensor | None:
         """Receive what was sent forward; blocks until it is here."""
         passed = self._known(self._incoming, name, "receives")
         minibatch = self._minibatch(number)
         tensor = self._session.recv(self._way(passed, minibatch), minibatch)
+        self._received[name, self._peer(passed, minibatch)] = number
         if tensor is None:
             return None
         if not passed.answered:
@@ -131,6 +151,7 @@ class Phase:
         if name == ACK:
             self._session.recv(way, minibatch)
         self._session.send_grad(way, tensor, minibatch)
+        self._returned[name, self._peer(passed, minibatch)] = number
 
     def answered(self, name: str, number: int) -> torch.Tensor | None:
         """Receive what was sent back; blocks until it is here."""
@@ -161,6 +182,27 @@ class Phase:
                 tensor.dtype,
             )
         return packed(tensor)
+
+    def _due(
+        self,
+        names: Mapping[str, Passed],
+        does: str,
+        done: Mapping[tuple[str, int], int],
+        name: str,
+        cursor: int,
+    ) -> int:
+        passed = self._known(names, name, does)
+        peer = self._peer(passed, self._minibatch(cursor))
+        last = done.get((name, peer), -1)
+        if cursor > last:
+            return cursor
+        later = range(last + 1, len(self.mine))
+        found = (n for n in later if self._peer(passed, self.mine[n]) == peer)
+        return next(found, cursor)  # taken already, which is refused where it is taken again
+
+    def _peer(self, passed: Passed, minibatch: int) -> int:
+        """Replica of the sending stage that has a minibatch."""
+        return self._turns.replicas[passed.source][minibatch]
 
     def _way(self, passed: Passed, minibatch: int) -> str:
         """The plan's name for the tensor between the two ranks that have the minibatch."""
