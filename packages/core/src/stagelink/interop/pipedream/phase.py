@@ -1,8 +1,8 @@
 """One phase of one rank: whose minibatch is whose, and its messages in a session of ours.
 
-A minibatch is asked for by its number among the rank's own in the phase, from 0. What comes from the
-stage before, and goes back there, has no number in PipeDream but a cursor that says which peer is
-next: there each tensor and peer has a FIFO queue, which `Phase.due_from` and `Phase.due_to` follow.
+A minibatch is asked for by its number among the rank's own in the phase, from 0. What comes from
+the stage before, and goes back there, has no number in PipeDream but a cursor that says which peer
+is next: each tensor and peer has a FIFO queue, which `Phase.due_from` and `Phase.due_to` follow.
 """
 
 from __future__ import annotations
