@@ -2,7 +2,8 @@
 
 They are methods of a class that starts processes for itself and knows the backends by name; here
 each is called on every rank in a world over the backend, and told that it is gloo, which is what
-it then expects.
+it then expects. Those of a profiler look for events of the backends that they know, so ours is
+made one of these, except that its events are not marked as those of another thread.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ POINT_TO_POINT = (
     "test_send_recv_with_tag_torch_profiler",
 )
 
+PROFILED = "stagelink"
+"""The backend's name as a profiler's events have it."""
+
 
 @cache
 def _torchs(size: int) -> Any:
@@ -53,9 +57,22 @@ def _torchs(size: int) -> Any:
     sys.modules.setdefault("expecttest", expecttest)
     from torch.testing._internal.distributed import distributed_test  # noqa: PLC0415 - see above
 
+    tests: Any = distributed_test
+    tests.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(PROFILED)
+    found = tests.get_profiling_event
+
+    def events(name: str, *given: Any, **options: Any) -> list[Any]:
+        assert name.startswith(PROFILED)
+        matching: list[Any] = found(name, *given, **options)
+        for event in matching:
+            event.is_async = True
+        return matching
+
+    tests.get_profiling_event = events
+
     class Case(
-        distributed_test.TestDistBackend,
-        distributed_test.DistributedTest._DistTestBase,
+        tests.TestDistBackend,  # type: ignore[misc]
+        tests.DistributedTest._DistTestBase,  # type: ignore[misc]
     ):
         def _barrier(self, *args: object, **options: object) -> None:
             dist.barrier()

@@ -56,7 +56,7 @@ def test_torchs_own() -> None:
         (found,) = pool.run(torchs_own.names, 1)
         for name in torchs_own.POINT_TO_POINT:
             if name not in NOT_HERE:
-                said[name] = pool.run(torchs_own.run, 3, name, STAGELINK)
+                said[name] = pool.run(torchs_own.run, 3, name, torchs_own.PROFILED)
     assert said == {name: ["passed"] * 3 for name in said}
     # What a new torch tests beyond these is to be looked at.
     about = {name for name in found if "send" in name or "recv" in name}

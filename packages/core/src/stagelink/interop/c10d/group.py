@@ -17,6 +17,7 @@ from stagelink.exchange.out_link import SendJob
 from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions
+from stagelink.interop.c10d.tools import recorded, untraced
 from stagelink.interop.c10d.works import RecvWork, SendWork
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Flag, Header, MessageKind
@@ -25,6 +26,8 @@ from stagelink.transport.payload import dtype_of, raw_bytes, to_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
+
+    from torch.distributed import Store
 
     from stagelink.exchange.out_link import OutLink
 
@@ -53,7 +56,7 @@ def _handed_on(name: str) -> Any:
 
     collective.__name__ = name
     collective.__doc__ = f"Torch's own ``{name}``, by gloo or nccl according to the tensors."
-    return collective
+    return untraced(collective)
 
 
 class StagelinkGroup(dist.ProcessGroup):
@@ -73,7 +76,7 @@ class StagelinkGroup(dist.ProcessGroup):
         super().__init__(given.group_rank, given.group_size)  # type: ignore[call-arg]
         self._rank: int = given.group_rank
         self._ranks: list[int] = list(given.global_ranks_in_group) or [*range(given.group_size)]
-        self._timeout: timedelta = given.timeout
+        self._store: Store = given.store.underlying_store  # without the device, as gloo's has it
         self._places: list[int] = []
         self._sent: Counter[tuple[int, int]] = Counter()
         self._asked: Counter[tuple[int, int]] = Counter()
@@ -116,8 +119,10 @@ class StagelinkGroup(dist.ProcessGroup):
         store = dist.PrefixStore(f"collectives/{self._generation}", given.store)
         kinds = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(store, self._rank, given.group_size, given.timeout)
+        # Torch sets a group's time-out there, and messages keep to the same.
+        self._options = gloo.options
         self._collectives = dist.ProcessGroup(store, self._rank, given.group_size)
-        self._carry_out_by(torch.device("cpu"), kinds.GLOO, gloo)
+        self._carry_out_by(torch.device("cpu"), kinds.GLOO, _checked(gloo, given, store))
         for group in (self, self._collectives):
             group._set_default_backend(kinds.GLOO)
         # Whoever has sent may leave before the others receive, and would break off gloo's
@@ -126,10 +131,9 @@ class StagelinkGroup(dist.ProcessGroup):
         if torch.cuda.is_available() and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = given.timeout
-            nccl = dist.ProcessGroupNCCL(
-                dist.PrefixStore("cuda", store), self._rank, given.group_size, options
-            )
-            self._carry_out_by(torch.device("cuda"), kinds.NCCL, nccl)
+            store = dist.PrefixStore("cuda", store)
+            nccl = dist.ProcessGroupNCCL(store, self._rank, given.group_size, options)
+            self._carry_out_by(torch.device("cuda"), kinds.NCCL, _checked(nccl, given, store))
 
     def _carry_out_by(self, device: torch.device, kind: Any, backend: Any) -> None:
         for group in (self, self._collectives):
@@ -146,11 +150,13 @@ class StagelinkGroup(dist.ProcessGroup):
     alltoall_base = _handed_on("alltoall_base")
     barrier = _handed_on("barrier")
     broadcast = _handed_on("broadcast")
+    monitored_barrier = _handed_on("monitored_barrier")
     reduce_scatter = _handed_on("reduce_scatter")
     reduce_scatter_tensor_coalesced = _handed_on("reduce_scatter_tensor_coalesced")
 
     # -- point to point
 
+    @untraced
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> SendWork:
         """Send a tensor; returns at once, and waits for no window.
 
@@ -163,6 +169,10 @@ class StagelinkGroup(dist.ProcessGroup):
             DistBackendError: it cannot be sent, the peer has closed, or the group has failed.
         """
         (tensor,) = tensors
+        with recorded("c10d::send", tensor, peer, tag):
+            return self._send(tensor, peer, tag)
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> SendWork:
         mesh, place = self._mesh_for(tensor), self._place(peer, tag)
         what = f"send to rank {place} with tag {tag}"
         try:
@@ -202,6 +212,7 @@ class StagelinkGroup(dist.ProcessGroup):
             mesh.plane.raise_blamed(error)
         return job, link
 
+    @untraced
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> RecvWork:
         """Receive into a tensor; returns at once.
 
@@ -214,6 +225,10 @@ class StagelinkGroup(dist.ProcessGroup):
             DistBackendError: nothing can be received into it, or the group has failed.
         """
         (tensor,) = tensors
+        with recorded("c10d::recv_", tensor, peer, tag):
+            return self._recv(tensor, peer, tag)
+
+    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> RecvWork:
         mesh, place = self._mesh_for(tensor), self._place(peer, tag)
         what = f"receive from rank {place} with tag {tag}"
         try:
@@ -227,6 +242,7 @@ class StagelinkGroup(dist.ProcessGroup):
         mesh.box.ask(address, work)
         return work
 
+    @untraced
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> RecvWork:
         """Not to be had: every message is for one sender.
 
@@ -264,7 +280,17 @@ class StagelinkGroup(dist.ProcessGroup):
             )
         return mesh
 
+    @property
+    def _timeout(self) -> timedelta:
+        """How long a message may take; what torch's own `_set_pg_timeout` sets is the same."""
+        found: timedelta = self._options._timeout
+        return found
+
     # -- the end
+
+    def get_group_store(self) -> Store:
+        """The store that was given to ``init_process_group``, under the group's own prefix."""
+        return self._store
 
     def getBackendName(self) -> str:
         """``stagelink``."""
@@ -282,6 +308,7 @@ class StagelinkGroup(dist.ProcessGroup):
             for device, mesh in self._meshes.items()
         }
 
+    @untraced
     def shutdown(self) -> None:
         """Deliver what was sent and close the connections, if they are this group's own.
 
@@ -295,6 +322,7 @@ class StagelinkGroup(dist.ProcessGroup):
                 else:
                     steps.callback(mesh.box.forget, self._number)
 
+    @untraced
     def abort(self, error: BaseException | None = None) -> None:
         """Fail all ranks that share the connections, and close those that are this group's own."""
         self._is_world_no_more()
@@ -309,6 +337,15 @@ class StagelinkGroup(dist.ProcessGroup):
         global _world  # noqa: PLW0603 - see above
         if _world is self:
             _world = None
+
+
+def _checked(backend: Any, given: Any, store: Store) -> Any:
+    """A backend for collectives; where a program is debugged, ranks compare their calls first."""
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        return backend
+    return dist.distributed_c10d._create_process_group_wrapper(
+        backend, given.group_id, store, given.group_rank, given.group_size, given.timeout
+    )
 
 
 def _payload(mesh: Mesh, place: int, tensor: torch.Tensor) -> bytes | torch.Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from stagelink.errors import ClosedError, StagelinkError
 from stagelink.exchange.driving import wait_driving
+from stagelink.interop.c10d.tools import recorded, untraced
 from stagelink.transport.contract import Deadline
 from stagelink.transport.payload import dtype_of, from_bytes, is_plain, to_bytes
 
@@ -38,6 +39,9 @@ class _MessageWork(dist.Work):
         tensor: what is sent, or where it goes.
     """
 
+    _SPAN: ClassVar[str]
+    """Name of `wait` in a profiler's trace."""
+
     def __init__(self, mesh: Mesh, what: str, timeout: timedelta, tensor: torch.Tensor) -> None:
         super().__init__()
         self._mesh = mesh
@@ -58,6 +62,7 @@ class _MessageWork(dist.Work):
             PeerClosedError: the peer has closed.
         """
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is over.
 
@@ -70,7 +75,9 @@ class _MessageWork(dist.Work):
         """
         seconds = (timeout or self._timeout).total_seconds()
         try:
-            if not self._done() and not self._wait(Deadline(seconds)):
+            with recorded(self._SPAN, self._tensor):
+                over = self._done() or self._wait(Deadline(seconds))
+            if not over:
                 raise dist.DistBackendError(f"{self._what}: not done within {seconds:g} s")
         except StagelinkError as error:
             raise self._mesh.error(self._what, error) from error
@@ -87,14 +94,17 @@ class _MessageWork(dist.Work):
             self._check_peer()
         return self._done()
 
+    @untraced
     def is_completed(self) -> bool:
         """Whether it is over, well or not; never blocks."""
         return self._done() or self.exception() is not None
 
+    @untraced
     def is_success(self) -> bool:
         """Whether it is over and nothing went wrong."""
         return self._done() and self._error is None
 
+    @untraced
     def exception(self) -> Exception | None:
         """What went wrong, or None."""
         if not self._done():
@@ -105,15 +115,18 @@ class _MessageWork(dist.Work):
                 return self._mesh.error(self._what, error)
         return self._error
 
+    @untraced
     def synchronize(self) -> None:
         """The same as `wait`."""
         self.wait()
 
+    @untraced
     def result(self) -> list[torch.Tensor]:
         """The tensor that was sent or received into, after `wait`."""
         self.wait()
         return [self._tensor]
 
+    @untraced
     def get_future(self) -> torch.futures.Future[Any]:
         """A future with `result`; a thread of its own waits for it."""
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -140,6 +153,8 @@ class SendWork(_MessageWork):
         mesh, what, timeout, tensor: as above.
         way: the message and the link by which it goes; None where it is gone already.
     """
+
+    _SPAN = "stagelink:send"
 
     def __init__(
         self,
@@ -173,6 +188,8 @@ class RecvWork(_MessageWork):
         address: what the message is found by.
         link: by which it comes; None where it is this rank's own.
     """
+
+    _SPAN = "stagelink:recv"
 
     def __init__(  # noqa: PLR0913, PLR0917 - a message's facts, used in one place
         self,
@@ -261,10 +278,12 @@ class RecvWork(_MessageWork):
     def _source_rank(self) -> int:
         return self._source
 
+    @untraced
     def source_rank(self) -> int:
         """The peer, by its place in the group."""
         return self._source
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As of any work; on a device with streams the caller's goes on when the payload is there.
 
@@ -276,6 +295,7 @@ class RecvWork(_MessageWork):
             self._link.lane.hand_over(self._tensor, self._moment)
         return True
 
+    @untraced
     def is_completed(self) -> bool:
         """As of any work; where a caller is to finish what has come, a worker does."""
         if not self._over and self._link is not None and self._link.drivable:
