@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stagelink.control.turns import Turns
+from stagelink.control.turns import Turns, _Bell
 from stagelink.transport.contract import Deadline
+from tests.support.interrupts import Interrupted, interrupted_everywhere, lock_is_free
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -285,3 +286,75 @@ def test_a_change_out_of_a_signal_handler_is_seen_at_once(
         seen.set()
         sender.join()
         signal.signal(signal.SIGUSR1, before)
+
+
+def _roles_are_free(turns: Turns, place: str) -> None:
+    assert lock_is_free(turns.lock), place
+    assert turns._reader is None, place
+    assert not turns._waiting, place
+
+
+def test_a_caller_that_reads_may_be_interrupted_anywhere(source: Source) -> None:
+    def call() -> None:
+        source.got.clear()
+        source.put(1)
+        assert source.wait_for(1)
+
+    places = 0
+    for place, error in interrupted_everywhere(call, "stagelink.control.turns"):
+        assert isinstance(error, Interrupted), (place, error)
+        _roles_are_free(source.turns, place)
+        places += 1
+    assert places > 20
+    call()
+
+
+def test_a_caller_that_sleeps_may_be_interrupted_anywhere(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagelink.control.turns._LOOK_S", 0.001)  # so that it goes round
+    another = _Bell()
+    turns = source.turns
+
+    def call() -> None:
+        turns._reader = another
+        try:
+            assert not source.wait_for(1, deadline_s=0.01)
+        finally:
+            assert turns._reader is another
+            turns._reader = None
+
+    for place, error in interrupted_everywhere(call, "stagelink.control.turns"):
+        assert isinstance(error, Interrupted), (place, error)
+        _roles_are_free(turns, place)
+    call()
+
+
+def test_a_change_may_be_interrupted_anywhere(source: Source) -> None:
+    thread = _in_thread(source, 1)
+    assert source.reading.wait(20)
+    for place, error in interrupted_everywhere(source.turns.changed, "stagelink.control.turns"):
+        assert isinstance(error, Interrupted), (place, error)
+        assert lock_is_free(source.turns.lock), place
+    source.put(1)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_the_stand_by_comes_in_after_an_interrupt_anywhere(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagelink.control.turns._LOOK_S", 0.05)
+    _started(source)
+
+    def call() -> None:
+        assert not source.wait_for(1, deadline_s=0.003)
+
+    for number, (place, error) in enumerate(
+        interrupted_everywhere(call, "stagelink.control.turns")
+    ):
+        assert isinstance(error, Interrupted), (place, error)
+        if number % 8 == 0:
+            source.put(2)
+            source.watch(lambda: 2 in source.got)
+            source.got.clear()

@@ -30,6 +30,7 @@ from stagelink.transport.contract import (
 )
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.lanes import HostLane
+from tests.support.interrupts import Interrupted, interrupted_everywhere, lock_is_free
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -562,3 +563,25 @@ def test_close_wakes_a_worker_in_the_middle_of_a_payload(into: Callable[..., In]
     assert not arrival.settled
     assert _worker_names() == []
     assert end.receiver.calls == ["close"]
+
+
+def test_a_caller_that_finishes_may_be_interrupted_anywhere(into: Callable[..., In]) -> None:
+    end = into(caller_thread=True, in_flight=4)
+    link = end.link
+
+    def call() -> None:
+        end.announce(0)
+        for pending in end.receiver.pendings:  # also what the interrupt before this left
+            pending.let()
+        while link.drivable:
+            link.drive(Deadline(SOON))
+        assert link.idle
+
+    modules = ("stagelink.exchange.in_link", "stagelink.exchange.link_end")
+    for place, error in interrupted_everywhere(call, *modules):
+        assert isinstance(error, (Interrupted, TransportError)), (place, error)
+        assert lock_is_free(link._finishing), place
+        assert lock_is_free(link._lock), place
+        if place.startswith("InLink._begin,"):  # the transport's end has begun it, and the link
+            end = into(caller_thread=True, in_flight=4)  # has not: the handler is broken by now
+            link = end.link

@@ -57,8 +57,8 @@ def on_a_thread_of_its_own(issuer: Issuer, task: Task) -> None:
 
 def _issue(issuer: Issuer, task: Task) -> None:
     task.issue()
-    with issuer.slot() as slot:
-        slot.done(task)
+    with issuer.lock:
+        issuer.slot.done(task)
 
 
 def broken(rank: int, world_size: int, store: Store, shape: Sequence[int], how: str) -> Journal:

@@ -11,7 +11,6 @@ import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from stagelink_nccl.slot import IssueSlot, SlotUser
@@ -65,12 +64,16 @@ class Issuer:
     """The issuing thread of one handler; it starts with the first link.
 
     Attributes:
+        lock: held for each call of `slot` and of `wake`.
+        slot: this process's.
         ended: whether it issues nothing any more.
     """
 
     def __init__(self) -> None:
-        self._work = threading.Condition()
-        self._slot = IssueSlot()
+        # Taken as it is: a signal handler may raise inside a condition that is entered.
+        self.lock = threading.RLock()
+        self.slot = IssueSlot()
+        self._work = threading.Condition(self.lock)
         self._next: Task | None = None
         self._tasks: list[Task] = []
         self._thread: threading.Thread | None = None
@@ -83,7 +86,7 @@ class Issuer:
         Raises:
             RuntimeError: another handler of this process has one.
         """
-        with self._work:
+        with self.lock:
             if self._thread is not None:
                 return
             if not _only_one.acquire(blocking=False):
@@ -103,21 +106,15 @@ class Issuer:
         Raises:
             ConnectionAbortedError: too late; its group was given back.
         """
-        with self._work:
+        with self.lock:
             if not self.ended:
                 self._tasks.append(task)
                 return
         task.dispose(broken=True)
         raise ConnectionAbortedError("the handler failed, or was closed, meanwhile")
 
-    @contextmanager
-    def slot(self) -> Iterator[IssueSlot]:
-        """This process's slot, for one call of it."""
-        with self._work:
-            yield self._slot
-
     def wake(self, task: Task) -> None:
-        """Both slots are held for a link; called with `slot`."""
+        """Both slots are held for a link; called with the lock held."""
         self._next = task
         self._work.notify()
 
@@ -126,19 +123,19 @@ class Issuer:
         pause_s = _SHORTEST_PAUSE_S
         while not self.ended:
             yield
-            with self._work:
+            with self.lock:
                 self._work.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def abort(self) -> None:
         """The handler failed: no operation begins any more, and the groups are broken."""
-        with self._work:
+        with self.lock:
             self._broken = True
             self._end()
 
     def close(self, deadline: Deadline) -> None:
         """End the thread, which gives the groups back, by the deadline."""
-        with self._work:
+        with self.lock:
             self._end()
             thread, broken = self._thread, self._broken
         if thread is None:
@@ -150,16 +147,16 @@ class Issuer:
 
     def _end(self) -> None:
         self.ended = True
-        self._slot.stop()
+        self.slot.stop()
         self._work.notify()
 
     def _run(self) -> None:
         try:
             while (task := self._take()) is not None:
                 task.issue()
-                with self._work:
-                    self._slot.done(task)
-            with self._work:
+                with self.lock:
+                    self.slot.done(task)
+            with self.lock:
                 # All ranks in one order: to give a communicator back takes both its ranks.
                 tasks = sorted(self._tasks, key=lambda task: task.order)
                 self._tasks.clear()
@@ -169,7 +166,7 @@ class Issuer:
             _only_one.release()
 
     def _take(self) -> Task | None:
-        with self._work:
+        with self.lock:
             while self._next is None and not self.ended:
                 self._work.wait()
             task, self._next = self._next, None

@@ -271,8 +271,8 @@ class _LinkTask(Task):
 
     def offer(self) -> None:
         """At the lower rank: one more operation is matched."""
-        with self._issuer.slot() as slot:
-            slot.offer(self)
+        with self._issuer.lock:
+            self._issuer.slot.offer(self)
 
     def ask(self, *, insists: bool) -> None:
         self._port.note(_INSIST if insists else _ASK)
@@ -285,11 +285,11 @@ class _LinkTask(Task):
         if note == _GONE:
             self._peer_is_gone()
             return
-        with self._issuer.slot() as slot:
+        with self._issuer.lock:
             if note in (_ASK, _INSIST):
-                slot.asked(self, insists=note == _INSIST)
+                self._issuer.slot.asked(self, insists=note == _INSIST)
             else:
-                slot.answered(self, granted=note == _GRANTED)
+                self._issuer.slot.answered(self, granted=note == _GRANTED)
 
     def wait_for(self, operation: Operation, deadline: Deadline) -> None:
         """See `Operation.finish`."""
@@ -336,8 +336,8 @@ class _LinkTask(Task):
     def _peer_is_gone(self) -> None:
         """Nothing is granted any more; what runs has a moment left, as it may be through there."""
         self._peer_gone_s = min(self._peer_gone_s, time.monotonic())
-        with self._issuer.slot() as slot:
-            slot.forget(self)
+        with self._issuer.lock:
+            self._issuer.slot.forget(self)
 
     def dispose(self, *, broken: bool) -> None:
         group, self._group = self._group, None

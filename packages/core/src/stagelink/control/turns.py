@@ -4,6 +4,11 @@ A caller that waits for something takes the role, so what it waits for reaches i
 of threads. While no caller waits, a stand-by thread watches, without the role, and takes a turn
 when something has come; it watches only when nobody has called for a moment, so callers that wait
 often are not disturbed by it.
+
+A signal handler may raise between any two steps of the main thread's, after a call has returned
+as well as within it. So nothing here is let go by hand and taken again, no `threading.Condition`
+is used, whose ``wait`` does just that, and what must be undone is undone by single assignments and
+single calls into C, between which no handler runs.
 """
 
 from __future__ import annotations
@@ -25,12 +30,44 @@ _UNREAD_S = 0.002
 """How long after the last turn it comes in where calls keep coming and none of them reads."""
 
 _LOOK_S = 1.0
+"""How often those who sleep look by themselves, should a signal have swallowed a wake-up."""
+
 _LONG_S = 2.0
 _POKE_AGAIN_S = 0.1
 
 
 def _nothing() -> None:
     pass
+
+
+class _Bell:
+    """One thread's wake-up call, which is kept for it while it is not asleep.
+
+    Attributes:
+        thread: whose it is.
+    """
+
+    __slots__ = ("_rung", "thread")
+
+    def __init__(self, thread: int = 0) -> None:
+        self.thread = thread
+        self._rung = threading.Lock()
+        self._rung.acquire(blocking=False)
+
+    def ring(self) -> None:
+        """Wake its thread, or have its next `sleep` return at once; from any thread."""
+        try:
+            self._rung.release()
+        except RuntimeError:  # it has been rung, and not heard yet
+            return
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Block until it is rung; False when time ran out. Signals interrupt it."""
+        return self._rung.acquire(timeout=timeout_s)
+
+    def heard(self) -> bool:
+        """Whether it was rung since this, or `sleep`, was last called; never blocks."""
+        return self._rung.acquire(blocking=False)
 
 
 class Turns:
@@ -63,18 +100,15 @@ class Turns:
         self._watch = watch
         self._poke = poke
         self._dispatching = dispatching
-        self._changed = threading.Condition(self.lock)
-        self._idle = threading.Condition(self.lock)
-        self._waiting = 0
-        self._turn_taken = False
-        self._reader = 0
-        self._caller_reads = False
+        self._waiting: set[_Bell] = set()
+        self._reader: _Bell | None = None
         self._parked = False
         self._stopped = False
         self._last_call = 0.0
         self._last_turn = 0.0
         self.on_long_wait: Callable[[], None] | None = None
         self._standby = threading.Thread(target=self._stand_by, name=name, daemon=True)
+        self._idle = _Bell()
 
     def start(self) -> None:
         """Start the stand-by thread."""
@@ -82,9 +116,8 @@ class Turns:
 
     def stop(self, deadline: Deadline) -> None:
         """End the stand-by thread and wait for it; callers that still wait go on by themselves."""
-        with self.lock:
-            self._stopped = True
-            self._idle.notify()
+        self._stopped = True
+        self._idle.ring()
         if threading.current_thread() is self._standby:
             return
         # Again and again: a caller that still reads may swallow a poke.
@@ -99,12 +132,18 @@ class Turns:
     def changed(self) -> None:
         """Have every waiting caller look again; from any thread, returns at once."""
         with self.lock:
-            if self._waiting:
-                self._changed.notify_all()
+            reader = self._reader
+            self._wake(reader)
             # Who is dispatching looks again by itself. The same thread in a signal handler, which
             # interrupted its wait, goes on waiting.
-            if self._caller_reads and not (self.reads_here and self._dispatching()):
+            if reader in self._waiting and not (self.reads_here and self._dispatching()):
                 self._poke()
+
+    def _wake(self, reader: _Bell | None) -> None:
+        if self._waiting:
+            for bell in tuple(self._waiting):
+                if bell is not reader:
+                    bell.ring()
 
     def wait(
         self,
@@ -117,76 +156,77 @@ class Turns:
         Signals interrupt it. An exception out of reading, ``ready`` or ``check`` ends it; the
         latter is called before each ``ready``.
         """
-        with self.lock:
-            self._last_call = time.monotonic()
-            check()
-            if ready():
-                return True
-            self._waiting += 1
-            try:
-                return self._wait(ready, deadline, check)
-            finally:
-                self._waiting -= 1
-                if not self._waiting and self._parked:
-                    self._idle.notify()
+        me: _Bell | None = None
+        try:
+            with self.lock:
+                self._last_call = began = time.monotonic()
+                check()
+                if ready():
+                    return True
+                me = _Bell(threading.get_ident())
+                # From now on a change rings: none is missed between two looks.
+                self._waiting.add(me)
+            long_from = began + _LONG_S
+            while (left_s := deadline.remaining_s) > 0:
+                self._read_or_sleep(me, min(left_s, _LOOK_S))
+                with self.lock:
+                    check()
+                    if ready():
+                        return True
+                    if self.on_long_wait is not None and time.monotonic() > long_from:
+                        self.on_long_wait()
+            return False
+        finally:
+            if me is not None:
+                self._waiting.discard(me)
+                if self._parked and not self._waiting:
+                    self._idle.ring()
 
-    def _wait(
-        self, ready: Callable[[], bool], deadline: Deadline, check: Callable[[], None]
-    ) -> bool:
-        long_from = self._last_call + _LONG_S
-        while (left_s := deadline.remaining_s) > 0:
-            step = min(left_s, _LOOK_S)
-            if self._turn_taken:
-                self._changed.wait(step)
-            else:
-                self._caller_reads = True
-                self._turn(step)
-            check()
-            if ready():
-                return True
-            if self.on_long_wait is not None and time.monotonic() > long_from:
-                self.on_long_wait()
-        return False
+    def _read_or_sleep(self, me: _Bell, step_s: float) -> None:
+        if self._reader is not None:
+            me.sleep(step_s)
+        else:
+            self._turn(me, step_s)
 
     @property
     def reads_here(self) -> bool:
         """Whether this thread has the role, and is dispatching what it read."""
-        return self._turn_taken and self._reader == threading.get_ident()
+        reader = self._reader
+        return reader is not None and reader.thread == threading.get_ident()
 
-    def _turn(self, step: float, waiting_here: int = 1) -> None:
-        """Take the role, read once, wake the others; `waiting_here` of those that wait are us."""
-        self._turn_taken = True
-        self._reader = threading.get_ident()
-        self.lock.release()
+    def _turn(self, me: _Bell, step_s: float) -> None:
+        """Take the role if it is free and nothing has changed meanwhile; read once; wake all."""
         try:
-            self._read(step)
+            with self.lock:
+                if self._reader is None and not me.heard():
+                    self._reader = me
+            if self._reader is me:
+                self._read(step_s)
         finally:
-            self.lock.acquire()
-            self._turn_taken = self._caller_reads = False
-            self._last_turn = time.monotonic()
-            if self._waiting > waiting_here:
-                self._changed.notify_all()
+            if self._reader is me:
+                self._reader = None
+                self._last_turn = time.monotonic()
+                if len(self._waiting) > (me in self._waiting):
+                    with self.lock:  # who has seen the role taken sleeps by now, or will hear it
+                        self._wake(me)
 
     def _stand_by(self) -> None:
-        with self.lock:
-            while not self._stopped:
-                until = min(self._last_call + _GRACE_S, self._last_turn + _UNREAD_S)
-                nap = until - time.monotonic()
-                if nap > 0:
-                    self._idle.wait(nap)
-                elif self._waiting:
-                    # Only in a long wait: to be woken costs the caller as much as a message.
-                    self._parked = True
-                    self._idle.wait()
-                    self._parked = False
-                else:
-                    self._watch_and_read()
+        me = _Bell(threading.get_ident())
+        while not self._stopped:
+            until = min(self._last_call + _GRACE_S, self._last_turn + _UNREAD_S)
+            nap = until - time.monotonic()
+            if nap > 0:
+                self._idle.sleep(nap)
+            elif self._waiting:
+                self._park()
+            else:
+                self._watch()
+                if not (self._waiting or self._stopped):
+                    self._turn(me, 0.0)
 
-    def _watch_and_read(self) -> None:
-        self.lock.release()
-        try:
-            self._watch()
-        finally:
-            self.lock.acquire()
-        if not (self._waiting or self._turn_taken or self._stopped):
-            self._turn(0.0, 0)
+    def _park(self) -> None:
+        """Sleep through a long wait: to be woken costs the caller as much as a message."""
+        self._parked = True
+        if self._waiting:
+            self._idle.sleep(_LOOK_S)
+        self._parked = False

@@ -64,7 +64,7 @@ class InLink(LinkEnd):
         self._settled = settled
         self._queue: deque[_Announced] = deque()
         self._begun: deque[_Received] = deque()
-        self._finishing = threading.Lock()
+        self._finishing = threading.RLock()
 
     def announced(self, arrival: Arrival, note: bytes, fds: Sequence[int]) -> None:
         """A header came in; runs on the reading thread, and returns at once.
@@ -101,13 +101,16 @@ class InLink(LinkEnd):
 
     def drive(self, deadline: Deadline) -> None:
         """Finish the oldest message in the caller's thread, where `finishes_in_caller`."""
-        if not self._finishing.acquire(timeout=min(deadline.remaining_s, threading.TIMEOUT_MAX)):
-            return  # another thread is at it; the caller looks at its own deadline
-        try:
-            if self._begun:
+        timeout_s = min(deadline.remaining_s, threading.TIMEOUT_MAX)
+        try:  # from before it has the lock: a signal handler may raise as soon as it has
+            # Else another thread is at it; the caller looks at its own deadline.
+            if self._finishing.acquire(timeout=timeout_s) and self._begun:
                 self._finish_oldest(deadline)
         finally:
-            self._finishing.release()
+            try:  # noqa: SIM105 - nor may one raise between here and the release
+                self._finishing.release()
+            except RuntimeError:  # it is not this thread's
+                pass
 
     def hand_over(self, arrival: Arrival) -> None:
         """The caller's stream goes on when the payload is there."""

@@ -52,7 +52,7 @@ class LinkEnd(ABC):
         self._notes_lock = threading.RLock()
         self._held_notes: deque[tuple[bytes, Sequence[int]]] = deque()
         self._end: Sender | Receiver | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
         self._name = name
         self._fail = fail
@@ -89,12 +89,15 @@ class LinkEnd(ABC):
     @property
     def idle(self) -> bool:
         """Whether nothing is being finished: what is unfinished will not be; never blocks."""
-        if not self._lock.acquire(blocking=False):
-            return False  # somebody is at it, perhaps between one message and the next
-        try:
-            return self.given_up or not self._has_work()
+        try:  # from before it has the lock: a signal handler may raise as soon as it has
+            # Else somebody is at it, perhaps between one message and the next.
+            mine = self._lock.acquire(blocking=False)
+            return mine and (self.given_up or not self._has_work())
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105 - nor may one raise between here and the release
+                self._lock.release()
+            except RuntimeError:  # it is not this thread's
+                pass
 
     def check_open(self) -> None:
         """Raise if this end is being closed, so that nothing may be waited for on it.
