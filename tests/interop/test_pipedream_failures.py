@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,9 +14,21 @@ import torch.distributed as dist
 
 import stagelink
 from stagelink.interop.pipedream import CommunicationHandler
-from tests.interop.pipedream_driver import TABLES, Job, Runtime, attempt, drive, with_handler
+from stagelink.interop.pipedream.replicas import BACKEND
+from stagelink.testing import report, run_fresh
+from tests.interop.pipedream_driver import (
+    TABLES,
+    Job,
+    Runtime,
+    attempt,
+    drive,
+    made,
+    with_handler,
+)
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from stagelink.testing import RankPool
 
 SHORT = {**TABLES, "limits": {"deadline_s": 2.5, "first_deadline_s": 2.5}}
@@ -134,6 +147,43 @@ def test_an_error_on_one_rank_reaches_the_others(rank_pool: RankPool) -> None:
     assert "rank 1" in first[1]
     assert "not to my liking" in first[1]
     assert first[2] < 10
+
+
+def _replicas_add(rank: int, _size: int, store: Store, job: Job, victim: int) -> str:
+    """Rank 0 adds up gradients by DDP, the other replica does not come; the victim is killed."""
+    with made(rank, store, job) as handler:
+        runtime = Runtime(handler, rank, job)
+        runtime.initialize()
+        model: torch.nn.Module = torch.nn.Linear(2, 2)
+        if runtime.group is not None:
+            model = torch.nn.parallel.DistributedDataParallel(model, process_group=runtime.group)
+        runtime.start("train", 2 if runtime.next else 4)
+        handler._comm.reduce([1.0])  # type: ignore[union-attr]
+        if rank == victim:
+            report("ready")
+            threading.Event().wait()
+        if rank != 0:
+            if runtime.next:
+                handler.send("out0", torch.ones(2), 0, 0)
+            with pytest.raises(stagelink.StagelinkError, match=f"rank {victim} died"):
+                handler.recv("out0", 0, 0, backward=bool(runtime.next))
+            return ""
+        with pytest.raises(RuntimeError, match=f"rank {victim} died") as found:
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(stagelink.StagelinkError, match=f"rank {victim} died"):
+            dist.all_reduce(torch.ones(1), group=runtime.group)
+        assert dist.get_backend() == BACKEND
+        return str(found.value)
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["a replica", "a rank of another stage"])
+def test_replicas_that_add_gradients_hear_who_died(victim: int) -> None:
+    with run_fresh(_replicas_add, 3, Job((2, 1)), victim) as ranks:
+        ranks.wait_for(victim, "ready")
+        ranks.kill(victim)
+        outcomes = ranks.outcomes(timeout_s=20)
+    for outcome in outcomes:
+        assert outcome.ok or outcome.rank == victim, str(outcome)
 
 
 def _different_numbers(runtime: Runtime) -> None:

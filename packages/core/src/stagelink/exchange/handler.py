@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from stagelink.errors import StagelinkError
     from stagelink.exchange.engine import Engine
     from stagelink.exchange.handles import Awaited
     from stagelink.exchange.opening import Mode
@@ -202,8 +203,17 @@ class Handler:
         self._plane.check()
         number = len(self._engine.on_close)
         self._engine.on_close.append(drop)
-        self._plane.on_failure(lambda _: drop())
+        self.on_failure(lambda _: drop())
         return self._engine.rendezvous.pair_store(f"stage {self.stage.index}/{number}")
+
+    @property
+    def failure(self) -> StagelinkError | None:
+        """What failed this handler, or None."""
+        return self._plane.failure
+
+    def on_failure(self, callback: Callable[[StagelinkError], None]) -> None:
+        """Call back once when this handler fails; on any thread, and must return at once."""
+        self._plane.on_failure(callback)
 
     def wait(self, future: Awaited, what: str, deadline_s: float | None = None) -> None:
         """Block until a future of the caller's own is done, or the pipeline has failed.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from stagelink.exchange.handler import Handler
 
-__all__ = ["ReplicaGroup"]
+__all__ = ["ReplicaGroup", "break_off"]
 
 _PAUSE_S = 0.005
 _CAUSE_S = 2.0
@@ -187,10 +187,16 @@ class ReplicaGroup:
         self._dropped = True
         group, self._group = self._group, None
         if group is not None and self._working:
-            breaker = partial(_break_off, group, (self._me + 1) % self.size)
-            # No daemon: gloo ends the process where the interpreter's end finds it at work.
-            name = "stagelink-replicas-break"
-            threading.Thread(target=breaker, name=name, daemon=False).start()
+            break_off(group, self._me, self.size)
+
+
+def break_off(group: Any, rank: int, size: int) -> None:
+    """Wake every wait in a gloo group, and make it useless; returns at once, on any thread."""
+    if size == 1:
+        return  # it has no connections, and nothing waits in it
+    breaker = partial(_break_connections, group, (rank + 1) % size)
+    # No daemon: gloo ends the process where the interpreter's end finds it at work.
+    threading.Thread(target=breaker, name="stagelink-replicas-break", daemon=False).start()
 
 
 def _carry_out(work: Callable[[], None], done: Future[None]) -> None:
@@ -202,7 +208,7 @@ def _carry_out(work: Callable[[], None], done: Future[None]) -> None:
         done.set_result(None)
 
 
-def _break_off(group: Any, other: int) -> None:
+def _break_connections(group: Any, other: int) -> None:
     """Close the group's connections, waking every wait, by a receive that runs out of time."""
     with suppress(RuntimeError):  # to run out of time is the purpose; or they are closed already
         group.recv([torch.empty(1, device="cpu")], other, _SPARE_TAG).wait(_AT_ONCE)

@@ -26,6 +26,7 @@ from stagelink.interop.pipedream.line import ACK, Account, Line
 from stagelink.interop.pipedream.meeting import Meeting
 from stagelink.interop.pipedream.phase import Phase, Place
 from stagelink.interop.pipedream.progress import Progress
+from stagelink.interop.pipedream.replicas import explain_by
 from stagelink.interop.pipedream.turns import Turns
 from stagelink.schedule import UNTIL_END
 
@@ -181,6 +182,7 @@ class CommunicationHandler:
                 store=self._meeting.store,
                 run_id="pipedream",
             )
+            explain_by(self._comm)
 
     def set_tensor_shapes(self, tensor_shapes: Mapping[str, Sequence[int]]) -> None:
         """Say the shapes of the next phase; the ack's is looked at, others travel with tensors."""
@@ -449,6 +451,8 @@ class CommunicationHandler:
             limit_s = min(limit_s, _AFTER_FAILURE_S)
             raise
         finally:
+            if self._comm is not None and self._comm.failure is not None:
+                limit_s = min(limit_s, _AFTER_FAILURE_S)
             self._meeting.leave(limit_s, destroy_group=destroy_group)
 
     def _abandon(self, error: BaseException, *, destroy_group: bool) -> None:

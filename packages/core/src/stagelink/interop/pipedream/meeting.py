@@ -11,6 +11,7 @@ import torch.distributed as dist
 from stagelink.control.rendezvous import Rendezvous, open_store
 from stagelink.errors import PlanError, UsageError
 from stagelink.interop.pipedream.line import Account
+from stagelink.interop.pipedream.replicas import backend_for, explain_by
 from stagelink.plan.launch import launch_problems
 from stagelink.transport.contract import Deadline
 
@@ -61,7 +62,7 @@ class Meeting:
         self.store: Store = open_store(address, rank, world_size, Deadline(_CONNECT_S))
         self._keys = dist.PrefixStore("pipedream", self.store)
         dist.init_process_group(
-            backend,
+            backend_for(backend),
             store=dist.PrefixStore("default group", self.store),
             rank=rank,
             world_size=world_size,
@@ -111,6 +112,7 @@ class Meeting:
             seconds: to wait.
             destroy_group: whether the default process group goes as well, if it is still ours.
         """
+        explain_by(None)
         if destroy_group and dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
         others = [f"left/{rank}" for rank in range(self._world_size) if rank != self._rank]

@@ -1,0 +1,95 @@
+"""Collectives of torch's own groups, whose errors say which rank failed and why.
+
+A gloo operation that loses a peer says "Connection closed by peer" of whichever connection broke,
+and one whose peer merely waits for a dead rank says nothing at all. The control plane knows more:
+an error is replaced by the failure that it has heard of.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.futures import Future
+
+    Explain = Callable[[RuntimeError], BaseException]
+
+__all__ = ["ExplainedWork", "explained"]
+
+_WITHOUT_END = timedelta(0)
+"""A wait's time-out as torch writes none: the group's own then holds."""
+
+
+class ExplainedWork(dist.Work):
+    """An operation of another group, under way.
+
+    Args:
+        work: the operation.
+        explain: gives the error to raise in place of the group's own; may block for a moment.
+    """
+
+    def __init__(self, work: dist.Work, explain: Explain) -> None:
+        super().__init__()
+        self._work = work
+        self._explain = explain
+
+    def wait(self, timeout: timedelta = _WITHOUT_END) -> bool:
+        """Block until the operation is done.
+
+        Raises:
+            RuntimeError: it failed, or time ran out; or what `explain` gave.
+        """
+        try:
+            return self._work.wait(timeout) if timeout else self._work.wait()
+        except RuntimeError as error:
+            raise self._explain(error) from error
+
+    def is_completed(self) -> bool:
+        """Whether the operation is done; never blocks."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether the operation is done and has not failed; never blocks."""
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        """What the group says of a failed operation, as it says it."""
+        return self._work.exception()
+
+    def result(self) -> Any:
+        """The operation's tensors, once it is done."""
+        return self._work.result()
+
+    def get_future(self) -> Future[Any]:
+        """The operation's future; `DistributedDataParallel` waits for this one."""
+
+        def value(done: Future[Any]) -> Any:
+            try:
+                return done.value()
+            except RuntimeError as error:
+                raise self._explain(error) from error
+
+        return self._work.get_future().then(value)
+
+
+def explained(name: str) -> Any:
+    """A method that starts the collective ``name`` of ``self.inner``, explained by ``self``.
+
+    A group that leaves a collective to torch's base class has it called with Python's lock held,
+    which a thread of gloo's takes while it has the lock that they wait for (seen with torch 2.13).
+    """
+
+    def collective(self: Any, *args: Any, **options: Any) -> dist.Work:
+        try:
+            return ExplainedWork(getattr(self.inner, name)(*args, **options), self.explain)
+        except RuntimeError as error:
+            raise self.explain(error) from error
+
+    collective.__name__ = name
+    collective.__doc__ = f"Torch's own ``{name}``."
+    return collective

@@ -1,0 +1,104 @@
+"""The process groups of PipeDream's replicas: gloo's, which say which rank died."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from stagelink.errors import DeadlineError, StagelinkError
+from stagelink.interop.collectives import explained
+from stagelink.runner.replicas import break_off
+
+if TYPE_CHECKING:
+    from stagelink.exchange.handler import Handler
+
+__all__ = ["BACKEND", "backend_for", "explain_by"]
+
+BACKEND = "stagelink_gloo"
+"""What ``torch.distributed.get_backend()`` says of such a group."""
+
+_CAUSE_S = 2.0
+_groups: WeakSet[_GlooGroup] = WeakSet()
+_comm: Handler | None = None
+
+
+def explain_by(comm: Handler | None) -> None:
+    """Explain errors of all groups by this handler, whose failure breaks off what is under way.
+
+    None: from now on by none.
+    """
+    global _comm  # noqa: PLW0603 - as torch's own default group: there is one at a time
+    _comm = comm
+    if comm is not None:
+        comm.on_failure(_break_all_off)
+
+
+class _GlooGroup(dist.ProcessGroup):
+    """Gloo's group as torch makes it, for CPU and CUDA tensors, with errors explained.
+
+    Args:
+        given: what torch says of the group.
+    """
+
+    def __init__(self, given: Any) -> None:
+        # Torch's stubs know another form only, whose result cannot be subclassed.
+        super().__init__(given.group_rank, given.group_size)  # type: ignore[call-arg]
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self.gloo: Any = dist.ProcessGroupGloo(
+            given.store, given.group_rank, given.group_size, given.timeout
+        )
+        self.inner = dist.ProcessGroup(given.store, given.group_rank, given.group_size)
+        for group in (self, self.inner):
+            for device in ("cpu", "cuda"):
+                group._register_backend(torch.device(device), kind, self.gloo)
+            group._set_default_backend(kind)
+        _groups.add(self)
+
+    allgather = explained("allgather")
+    allgather_into_tensor_coalesced = explained("allgather_into_tensor_coalesced")
+    allreduce = explained("allreduce")
+    allreduce_coalesced = explained("allreduce_coalesced")
+    alltoall_base = explained("alltoall_base")
+    barrier = explained("barrier")
+    broadcast = explained("broadcast")
+    recv = explained("recv")
+    reduce_scatter = explained("reduce_scatter")
+    reduce_scatter_tensor_coalesced = explained("reduce_scatter_tensor_coalesced")
+    send = explained("send")
+
+    def getBackendName(self) -> str:
+        """`BACKEND`."""
+        return BACKEND
+
+    def explain(self, error: RuntimeError) -> BaseException:
+        """Give what the control plane knows of a failure; waits a moment for it to be told."""
+        comm = _comm
+        if comm is None:
+            return error
+        try:
+            comm.wait(Future(), "a collective of the replicas", _CAUSE_S)
+        except DeadlineError:
+            return error
+        except StagelinkError as cause:
+            return cause
+        return error  # unreachable: nothing completes the future
+
+
+def backend_for(backend: str | None) -> str | None:
+    """The name to give ``init_process_group`` in place of PipeDream's ``backend``."""
+    if backend != "gloo" and (backend is not None or torch.cuda.is_available()):
+        return backend  # nccl, mpi: as torch makes them
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(
+            BACKEND, lambda given, _: _GlooGroup(given), extended_api=True, devices=["cpu", "cuda"]
+        )
+    return BACKEND
+
+
+def _break_all_off(_: StagelinkError) -> None:
+    for group in tuple(_groups):
+        break_off(group.gloo, group.rank(), group.size())
