@@ -171,8 +171,8 @@ def test_the_json_has_the_promised_form(invoke: Invoke, write: Write) -> None:
         "problem": None,
         "schedule": "1f1b",
         "stages": [
-            {"name": "a", "ranks": [0, 1], "warm_up": 1},
-            {"name": "b", "ranks": [2], "warm_up": 0},
+            {"name": "a", "ranks": [0, 1], "warm_up": 1, "arguments": {}},
+            {"name": "b", "ranks": [2], "warm_up": 0, "arguments": {}},
         ],
         "links": [
             {"src": 0, **link},
@@ -182,6 +182,13 @@ def test_the_json_has_the_promised_form(invoke: Invoke, write: Write) -> None:
         "receive_bytes": {"0": None, "1": None, "2": None},
         "notes": [],
     }
+
+
+def test_arguments_of_modules_are_told(invoke: Invoke, write: Write) -> None:
+    path = write((1, 1), FAST)
+    path.write_text(path.read_text().replace('"b"', '"b"\narguments = { ab = "input" }', 1))
+    assert values(invoke("plan", "--json", path))["stages"][1]["arguments"] == {"ab": "input"}
+    assert " b: its module is given ab as input " in said(invoke("plan", path))
 
 
 SHM = '[[links]]\ntransport = "shm"\n[transports.shm]\nlink_bytes = 1048576\n'

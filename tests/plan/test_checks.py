@@ -141,6 +141,52 @@ def test_one_stage_alone_is_a_plan(chain: Chain) -> None:
     assert Plan.from_dict(chain(3)).world_size == 3
 
 
+@pytest.mark.parametrize(
+    ("stage", "arguments", "said"),
+    [
+        (
+            1,
+            {"alos": "x"},
+            [
+                ".alos: unknown received tensor 'alos' (did you mean 'also'?); stage 'b' has "
+                "'ab', 'also'"
+            ],
+        ),
+        (1, {"ab": "also"}, [".ab: parameter 'also' already takes tensor 'also'"]),
+        (
+            1,
+            {"ab": "x", "also": "x"},
+            [".also: parameter 'x' already takes tensor 'ab'"],
+        ),
+        (0, {"image": "x", "img": "x"}, [".img: parameter 'x' already takes tensor 'image'"]),
+        (0, {"image": "in put"}, [".image: 'in put': no parameter in Python can be named so"]),
+        (0, {"image": ""}, [".image: '': must not be empty"]),
+        (0, {"image": 1}, [".image: 1: must be a string"]),
+        (0, ["x"], [": ['x']: must be a table"]),
+    ],
+)
+def test_arguments_of_a_module(
+    chain: Chain, problems: Problems, stage: int, arguments: Any, said: list[str]
+) -> None:
+    plan = chain(1, 1, 1)
+    plan["tensors"].append(tensor("also", "a", "b"))
+    plan["stages"][stage]["arguments"] = arguments
+    assert problems(plan) == [f"stages[{stage}].arguments{text}" for text in said]
+
+
+def test_arguments_that_are_in_order(chain: Chain) -> None:
+    plan = chain(1, 1)
+    plan["tensors"].append(tensor("also", "a", "b"))
+    plan["stages"][0]["arguments"] = {"image": "x", "label": "y"}
+    plan["stages"][1]["arguments"] = {"ab": "also", "also": "ab"}
+    stages = Plan.from_dict(plan).stages
+    assert [stage.arguments for stage in stages] == [
+        {"image": "x", "label": "y"},
+        {"ab": "also", "also": "ab"},
+    ]
+    assert hash(stages[0])
+
+
 def test_a_plan_in_pieces(chain: Chain, problems: Problems) -> None:
     plan = chain(1, 1, 1, 1)
     plan["tensors"] = [tensor("x", "b", "d"), tensor("y", "a", "c")]

@@ -35,6 +35,10 @@ def same(_: Table) -> None:
 
 
 DIFFERENT: dict[str, tuple[Change, list[str]]] = {
+    "arguments": (
+        lambda raw: raw["stages"][1].update(arguments={"ab": "input", "skip": "other"}),
+        ['stage \'b\' arguments: not given here, {"ab": "input", "skip": "other"} on rank 1'],
+    ),
     "shape": (
         lambda raw: raw["tensors"][2].update(shape=[2, 4]),
         ["tensor 'skip' shape: [2, 3] here, [2, 4] on rank 1"],
@@ -123,10 +127,12 @@ def test_what_ranks_must_agree_on(chain: Chain) -> None:
         "stage 'a' ranks": "[0]",
         "stage 'a' device": '"cpu"',
         "stage 'a' warm_up": "not given",
+        "stage 'a' arguments": "not given",
         "stage 'b' place": "1",
         "stage 'b' ranks": "[1]",
         "stage 'b' device": '"cpu"',
         "stage 'b' warm_up": "not given",
+        "stage 'b' arguments": "not given",
         "tensor 'ab' from": '"a"',
         "tensor 'ab' to": '["b"]',
         "tensor 'ab' dtype": "not given",

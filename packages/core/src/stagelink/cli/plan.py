@@ -123,7 +123,12 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "problem": report.problem,
         "schedule": plan.schedule,
         "stages": [
-            {"name": stage.name, "ranks": stage.ranks, "warm_up": warm_up}
+            {
+                "name": stage.name,
+                "ranks": stage.ranks,
+                "warm_up": warm_up,
+                "arguments": stage.arguments,
+            }
             for stage, warm_up in zip(plan.stages, verdict.warm_up, strict=True)
         ],
         "links": [

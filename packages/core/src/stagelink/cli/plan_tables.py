@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
@@ -42,6 +43,7 @@ def plan_tables(
     """
     yield _heading(plan)
     yield _stages(plan, verdict)
+    yield from map(_arguments, filter(attrgetter("arguments"), plan.stages))
     yield _links(plan, assumed.links)
     if assumed.memory:
         yield Text(_shared_memory(assumed.memory))
@@ -67,6 +69,11 @@ def _stages(plan: Plan, verdict: Verdict) -> Table:
     if None in verdict.receive_bytes.values():
         table.caption = "unknown: not every tensor has a dtype and a shape in the plan"
     return table
+
+
+def _arguments(stage: Stage) -> Text:
+    given = ", ".join(f"{name} as {to}" for name, to in stage.arguments.items())
+    return Text(f"{stage.name}: its module is given {given}")
 
 
 def _memory(stage: Stage, verdict: Verdict) -> str:

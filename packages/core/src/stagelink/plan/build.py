@@ -25,7 +25,15 @@ def stages_of(document: Document) -> tuple[Stage, ...]:
     if document.pipeline.routing == "diagonal":
         turns = [*diagonal([len(table.ranks) for table in document.stages])]
     return tuple(
-        Stage(index, table.name, tuple(table.ranks), table.device, table.warm_up, turns[index])
+        Stage(
+            index,
+            table.name,
+            tuple(table.ranks),
+            table.device,
+            table.warm_up,
+            turns[index],
+            table.arguments,
+        )
         for index, table in enumerate(document.stages)
     )
 

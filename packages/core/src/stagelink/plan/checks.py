@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from stagelink.plan.dead_rules import dead_rules
 from stagelink.plan.rule_checks import rule_names, rule_numbers, rule_transports, unused_options
 from stagelink.plan.stage_checks import observers, ranks, servers, stage_names, warm_ups
-from stagelink.plan.tensor_checks import connections, gradients, tensor_ends, tensor_names
+from stagelink.plan.tensor_checks import (
+    arguments,
+    connections,
+    gradients,
+    tensor_ends,
+    tensor_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +49,7 @@ _CHECKS = (
     _check(tensor_names, "tensor-names", "tensors"),
     _check(gradients, "gradients", "tensors"),
     _check(tensor_ends, "tensor-ends", "tensors stage-names"),
+    _check(arguments, "arguments", "stages tensor-names tensor-ends"),
     _check(rule_names, "rule-names", "links tensors stages"),
     _check(rule_numbers, "rule-numbers", "links pipeline ranks"),
     _check(rule_transports, "rule-transports", "links"),

@@ -94,6 +94,7 @@ class StageTable(_Table):
     ranks: _Some[_Index]
     device: _Device = "cpu"
     warm_up: _Index | None = None
+    arguments: dict[_Name, _Name] = {}
 
 
 class TensorTable(_Table):

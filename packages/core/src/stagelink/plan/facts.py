@@ -80,6 +80,7 @@ def _stage_facts(stage: Stage) -> Iterator[tuple[str, object]]:
     yield "ranks", stage.ranks
     yield "device", stage.device
     yield "warm_up", stage.warm_up
+    yield "arguments", dict(stage.arguments) or None
 
 
 def _tensor_facts(tensor: Tensor, names: list[str]) -> Iterator[tuple[str, object]]:

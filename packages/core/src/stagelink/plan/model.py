@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 __all__ = [
@@ -42,6 +43,8 @@ class Stage:
         device: kind of device its tensors live on, ``"cpu"`` or ``"cuda"`` (the local rank's).
         warm_up: forwards ahead of the first backward as set by hand; None: the schedule's.
         turns: the replica of microbatch 0, 1, …, which then repeats; None: round robin.
+        arguments: by tensor, the parameter of the module's ``forward`` that takes it; others go to
+            the parameter of their own name.
     """
 
     index: int
@@ -50,6 +53,7 @@ class Stage:
     device: str = "cpu"
     warm_up: int | None = None
     turns: tuple[int, ...] | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def replicas(self) -> int:

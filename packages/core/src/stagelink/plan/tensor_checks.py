@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from stagelink.plan.dtypes import DTYPE_BY_NAME
 from stagelink.plan.graph import pieces, shortest_path
-from stagelink.plan.problems import Problem, quoted, repeats, unknown
+from stagelink.plan.problems import Problem, quoted, repeats, shown, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from stagelink.plan.document import Document, TensorTable
 
-__all__ = ["connections", "gradients", "tensor_ends", "tensor_names"]
+__all__ = ["arguments", "connections", "gradients", "tensor_ends", "tensor_names"]
 
 
 def tensor_names(document: Document) -> Iterator[Problem]:
@@ -43,6 +43,24 @@ def tensor_ends(document: Document) -> Iterator[Problem]:
             wrong = _wrong_way(table.from_, target, stages, successors)
             if wrong is not None:
                 yield Problem(("tensors", index, "to", place), wrong)
+
+
+def arguments(document: Document) -> Iterator[Problem]:
+    """Parameters of modules that are none, that two tensors go to, or that none of these do."""
+    renaming = [(i, stage) for i, stage in enumerate(document.stages) if stage.arguments]
+    for index, stage in renaming:
+        received = [table.name for table in document.tensors if stage.name in table.to]
+        taken = {name: name for name in received if name not in stage.arguments}
+        for name, parameter in stage.arguments.items():
+            path = ("stages", index, "arguments", name)
+            if received and name not in received:  # a first stage has a batch, unknown here
+                owner = f"stage {stage.name!r}"
+                yield Problem(path, unknown("received tensor", name, received, owner=owner))
+            if not parameter.isidentifier():
+                yield Problem(path, f"{shown(parameter)}: no parameter in Python can be named so")
+            other = taken.setdefault(parameter, name)
+            if other != name:
+                yield Problem(path, f"parameter {parameter!r} already takes tensor {other!r}")
 
 
 def connections(document: Document) -> Iterator[Problem]:

@@ -1,19 +1,20 @@
 """Which tensors a stage's module takes and gives: the names of its parameters and of the plan.
 
-A module is called with keyword arguments only, so a key of the batch, a tensor of the plan and a
-parameter of ``forward`` that mean the same are spelt the same.
+A key of the batch, a tensor of the plan and a parameter of ``forward`` that mean the same are
+spelt the same, or the stage's ``arguments`` in the plan say which is which. A single tensor needs
+neither: it is the call's one argument.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
-from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stagelink.errors import UsageError
+from stagelink.plan.problems import unknown
+from stagelink.runner.parameters import parameters_of
 
 if TYPE_CHECKING:
     from stagelink.plan import Plan, Stage
@@ -25,8 +26,6 @@ TARGET = "target"
 
 Tensors = Mapping[str, torch.Tensor | None]
 """Tensors by name; None is what was sent as None."""
-
-_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class Names:
@@ -57,14 +56,10 @@ class Names:
         self.last = stage.index == len(plan.stages) - 1
         self._scored = scored
         self._stage = f"stage {stage.name!r}"
-        signature = inspect.signature(module.forward)
-        self._module = f"{type(module).__qualname__}.forward{signature}"
-        parameters = signature.parameters.values()
-        self._accepts = {p.name for p in parameters if p.kind in _BY_NAME}
-        self._requires = {p.name for p in parameters if _is_required(p)}
-        self._accepts_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-        by_position = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_ONLY]
-        self._check_place(self._requires.intersection(by_position))
+        self._renamed = stage.arguments
+        self._parameters = parameters_of(module)
+        self._check_place()
+        self._check_arguments()
         if not self.first:
             self._check_received()
 
@@ -78,23 +73,30 @@ class Names:
         Raises:
             UsageError: one that the module requires, or the target of the loss, is missing.
         """
-        required = self._requires | ({TARGET} if self.last and scored else set())
-        missing = sorted(required - batch.keys())
+        bound = self._bound(batch)
+        wanted = {*map(self._tensor_for, self._missing(bound)), *self._renamed}
+        wanted |= {TARGET} if self.last and scored else set()
+        wanted |= set() if bound or self._parameters.sole is None else {self._parameters.sole}
+        missing = sorted(wanted - batch.keys())
         if missing:
             raise UsageError(
                 f"{self._stage}: the batch has no {_quoted(missing)}; it has {_quoted(batch)}, "
-                f"and {self._module} is called by name"
+                f"and {self._parameters.text} is called by name{self._remedy(missing)}"
             )
-        used = {*self._passed(batch), *self.produces} | required
+        self._check_once(bound)
+        used = {*bound, *self.produces} | wanted
         return {name: value for name, value in batch.items() if name in used}
 
-    def arguments(self, tensors: Tensors) -> dict[str, torch.Tensor | None]:
-        """What the module is called with.
+    def arguments(
+        self, tensors: Tensors
+    ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor | None]]:
+        """What the module is called with: by position, and by name.
 
         Args:
             tensors: what the stage received, or its part of the batch.
         """
-        return {name: tensors[name] for name in self._passed(tensors)}
+        bound = self._bound(tensors)
+        return self._parameters.bind({to: tensors[name] for name, to in bound.items()})
 
     def outputs(self, result: Any, tensors: Tensors) -> dict[str, torch.Tensor | None]:
         """What the stage sends.
@@ -136,30 +138,86 @@ class Names:
     def _passing(self, tensors: Tensors) -> Tensors:
         return {name: tensors[name] for name in self.produces if name in tensors}
 
-    def _passed(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if self._is_argument(name)]
+    def _bound(self, names: Iterable[str]) -> dict[str, str]:
+        """The parameter that each tensor is given to; without those that the module is not given.
+
+        Args:
+            names: of what the stage received, or of the batch.
+        """
+        bound = {name: self._renamed.get(name, name) for name in names if self._is_argument(name)}
+        sole, candidates = self._parameters.sole, [*filter(self._may_be_sole, names)]
+        if sole is not None and sole not in bound.values() and len(candidates) == 1:
+            bound |= dict.fromkeys(candidates, sole)
+        return bound
 
     def _is_argument(self, name: str) -> bool:
         if self.last and name == TARGET:
             return False
-        return name in self._accepts or (self._accepts_all and name not in self.produces)
+        if name in self._renamed or name in self._parameters.named:
+            return True
+        return self._parameters.takes_any_name and name not in self.produces
 
-    def _check_place(self, by_position: Iterable[str]) -> None:
+    def _may_be_sole(self, name: str) -> bool:
+        """Whether it is not spoken for: a first stage has a target and what it passes on, too."""
+        if name in self._renamed or name in self._parameters.named:
+            return False
+        if self.first and name in self.produces:
+            return False
+        return name != TARGET or not (self.first or self.last)
+
+    def _missing(self, bound: Mapping[str, str]) -> set[str]:
+        """Required parameters that get nothing."""
+        return set(self._parameters.required.difference(bound.values()))
+
+    def _tensor_for(self, parameter: str) -> str:
+        """The name that is wanted for a parameter."""
+        given = {to: name for name, to in self._renamed.items()}
+        return given.get(parameter, parameter)
+
+    def _remedy(self, missing: Iterable[str]) -> str:
+        if (
+            self._parameters.sole is not None
+            and self._parameters.sole not in self._parameters.named
+        ):
+            return ". Several tensors need parameters with names"
+        free = [n for n in missing if n in self._parameters.named and n not in self._renamed]
+        if not free:
+            return ""
+        return (
+            f". Name them alike, or say in the plan, in {self._stage}, which parameter takes "
+            f'what: arguments = {{ NAME = "{free[0]}" }}'
+        )
+
+    def _check_place(self) -> None:
         if not self.last and not self.produces:
             raise UsageError(
                 f"{self._stage} produces nothing, and only the last stage has a loss: give it a "
                 "tensor in the plan, or drive it by hand"
             )
-        if by_position:
+        asked = TARGET in self._missing(self._renamed) or TARGET in self._renamed
+        if self.last and asked:
             raise UsageError(
-                f"{self._stage}: {self._module} takes {_quoted(sorted(by_position))} by position "
-                "only, and is called by name"
+                f"{self._stage}: {self._parameters.text} takes {TARGET!r}, but on the last stage "
+                "that goes to the loss, not to the module"
             )
-        if self.last and TARGET in self._requires:
-            raise UsageError(
-                f"{self._stage}: {self._module} takes {TARGET!r}, but on the last stage that goes "
-                "to the loss, not to the module"
-            )
+
+    def _check_arguments(self) -> None:
+        """The plan's ``arguments`` name parameters that there are."""
+        known = self._parameters.named
+        for name, to in self._renamed.items():
+            if to not in known and not self._parameters.takes_any_name:
+                text = unknown("parameter", to, known, owner=self._parameters.text)
+                raise UsageError(f"{self._stage}: arguments.{name} in the plan: {text}")
+
+    def _check_once(self, bound: Mapping[str, str]) -> None:
+        for name, to in bound.items():
+            others = [other for other in bound if bound[other] == to]
+            if others != [name]:
+                raise UsageError(
+                    f"{self._stage}: {_quoted(others)} of the batch are all parameter {to!r} of "
+                    f"{self._parameters.text}; leave all but one out, or name another in the "
+                    "stage's arguments"
+                )
 
     def _check_received(self) -> None:
         if self.last and self._scored and TARGET not in self.receives:
@@ -168,19 +226,15 @@ class Names:
                 f"it receives {_quoted(self.receives)}; add one to the plan"
             )
         given = [name for name in self.receives if not (self.last and name == TARGET)]
-        missing = sorted(self._requires.difference(given))
-        unexpected = [name for name in given if not self._is_argument(name)]
+        bound = self._bound(given)
+        missing = sorted(self._missing(bound))
+        unexpected = [name for name in given if name not in bound]
         if missing or unexpected:
             raise UsageError(
-                f"{self._stage}: {self._module} is called by name with the tensors that the stage "
-                f"receives, {_quoted(given)}{_listed('missing', missing)}"
-                f"{_listed('unexpected', unexpected)}"
+                f"{self._stage}: {self._parameters.text} is called by name with the tensors that "
+                f"the stage receives, {_quoted(given)}{_listed('missing', missing)}"
+                f"{_listed('unexpected', unexpected)}{self._remedy(missing)}"
             )
-
-
-def _is_required(parameter: Parameter) -> bool:
-    variadic = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return parameter.default is Parameter.empty and not variadic
 
 
 def _quoted(names: Iterable[str]) -> str:

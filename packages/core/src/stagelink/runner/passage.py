@@ -117,9 +117,11 @@ class Passage:
         with self._clock.computing:
             self._run_backward(partial(stage.backward, outputs, gradients))
         for name, tensor in owing.items():
+            gradient = tensor.grad
             with self._clock.sending:
-                # The gradient is nobody else's, and lives until it is on its way.
-                self._session.send_grad(name, tensor.grad, microbatch, copy=False)
+                # It lives until it is on its way; what is not its own may change before.
+                copy = gradient is not None and not stage.is_own(gradient)
+                self._session.send_grad(name, gradient, microbatch, copy=copy)
 
     def _run_backward(self, run: Callable[[], None]) -> None:
         """Run the backward of the oldest microbatch that has had its forward only."""

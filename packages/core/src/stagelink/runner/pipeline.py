@@ -40,7 +40,10 @@ class PipelineRunner:
     number of microbatches (fewer if it has fewer items), and each replica takes its own.
 
     The module is called with the tensors that its stage receives, or its part of the batch, by
-    name. It returns the tensors that the stage produces: one as it is, several as a mapping. One
+    the names of its ``forward``'s parameters or those that the stage's ``arguments`` in the plan
+    say; where there is one tensor and one required parameter, whatever they are called. It may
+    change them in place: they are its own, but for parts of the caller's batches.
+    It returns the tensors that the stage produces: one as it is, several as a mapping. One
     that it does not return is taken from the batch, as the target usually is. On the last stage
     ``loss(output, target)`` gets whatever the module returned, and the tensor named ``"target"``,
     which the module does not get.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stagelink.runner.names import Names, Tensors
     from stagelink.runner.scores import Scores
 
-__all__ = ["backward", "forward", "seed"]
+__all__ = ["backward", "forward", "is_own", "seed"]
 
 _LOSS = "loss"
 
@@ -40,10 +40,37 @@ def forward(
     Raises:
         UsageError: the module's result does not fit the plan, or the loss is not one number.
     """
-    result = module(**names.arguments(tensors))
+    tensors = {name: None if one is None else _no_leaf(one) for name, one in tensors.items()}
+    args, kwargs = names.arguments(tensors)
+    result = module(*args, **kwargs)
     if scores is None:
         return names.outputs(result, tensors)
     return {_LOSS: scores.add(result, tensors[TARGET], *items)}
+
+
+def _no_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a stage of one process would have it: a result, which may be changed in place.
+
+    A leaf that requires a gradient may not be. This is neither a copy nor, to autograd, a view.
+    """
+    if not (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()):
+        return tensor
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return result
+
+
+_OWN_USES = 2
+"""References to memory that one tensor has: its own, and that of the question."""
+
+
+def is_own(gradient: torch.Tensor) -> bool:
+    """Whether no other tensor has the memory of a gradient.
+
+    Autograd may give one gradient to several leaves where views come between, and then adds to
+    that of a parameter in place, in the next microbatch's backward.
+    """
+    storage = gradient.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES
 
 
 def seed(outputs: Tensors) -> dict[str, torch.Tensor | None]:

@@ -132,8 +132,9 @@ def _pass_on(
         else:
             tensors = {n: session.recv(n, number, deadline_s=math.inf) for n in names.receives}
         # Not around the yield: it would be in force for whoever iterates.
+        args, kwargs = names.arguments(tensors)
         with torch.no_grad():
-            result = module(**names.arguments(tensors))
+            result = module(*args, **kwargs)
         if names.last:
             yield Output(number, result)
             continue

@@ -157,5 +157,7 @@ def _state(gradient: torch.Tensor | None) -> _State:
     return None if gradient is None else (id(gradient), gradient._version)
 
 
-def _call(module: torch.nn.Module, weights: dict[str, torch.Tensor], **tensors: Any) -> Any:
-    return functional_call(module, weights, (), tensors)
+def _call(
+    module: torch.nn.Module, weights: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    return functional_call(module, weights, args, kwargs)
