@@ -109,6 +109,31 @@ def test_a_program_may_end_without_destroying_its_group(tmp_path: Path) -> None:
         assert (rank.returncode, output, errors) == (0, "100000\n", "")
 
 
+ENDS = """\
+_sends_once closed
+fork: exit codes [0, 0]
+_leaves_works_alone closed
+fork: exit codes [0, 0]
+_sends_from_a_thread closed
+fork: exit codes [0, 0]
+_fails closed
+fork: exit codes [3, 0]
+_ends_without_a_word died
+fork: exit codes [0, 0]
+_leaves_works_alone closed
+forkserver: exit codes [0, 0]
+_leaves_works_alone closed
+spawn: exit codes [0, 0]
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_child_of_multiprocessing_delivers_what_it_sent_and_does_not_die() -> None:
+    command = [sys.executable, "-m", "tests.interop.c10d_children", "fork", "forkserver", "spawn"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.stdout, ended.stderr) == (ENDS, "")
+
+
 # -- options
 
 

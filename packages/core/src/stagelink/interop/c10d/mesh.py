@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import threading
 import weakref
 from functools import cached_property
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -74,6 +76,7 @@ class Mesh(Joint):
         # In place of what `Wiring` does with it: here a peer is ready when it has begun to open.
         self.plane.handle(MessageKind.READY, self._on_ready)
         _open.add(self)
+        _leave_at_a_childs_end()
         try:
             self._join(Deadline(patience_s))
         except BaseException as error:
@@ -156,11 +159,43 @@ class Mesh(Joint):
             logger.warning("rank %d: closed with %d not delivered on %s", self.rank, count, link)
         return lost
 
+    def leave(self) -> None:
+        """Deliver what was sent, as long as `close` may take in all, and close at once."""
+        if not self.plane.forked:
+            self._drain(Deadline(self.plan.limits.close_deadline_s))
+            self.close(Deadline(_EXIT_S))
+
+
+# -- a program may end without `destroy_process_group`: that is no death
+
 
 def _leave_all() -> None:
-    """A program may end without `destroy_process_group`: that is no death."""
     for mesh in tuple(_open):
-        mesh.close(Deadline(_EXIT_S))
+        mesh.leave()
 
 
+# After the import of multiprocessing, and so run before its own; its children that were forked
+# skip both.
 atexit.register(_leave_all)
+_finalizer: Finalize | None = None
+
+
+def _leave_at_a_childs_end() -> None:
+    global _finalizer  # noqa: PLW0603 - each process has one, and a fork must make its own
+    if _finalizer is None or not _finalizer.still_active():
+        _finalizer = Finalize(None, _leave_behind_threads, exitpriority=0)
+
+
+def _leave_behind_threads() -> None:
+    """Leave when the threads of a child are through: it waits for them, but only after this."""
+    if _open:
+        threading.Thread(target=_join_and_leave, name="stagelink-leave").start()
+
+
+def _join_and_leave() -> None:
+    own = {threading.current_thread(), threading.main_thread()}
+    while others := [
+        thread for thread in threading.enumerate() if not thread.daemon and thread not in own
+    ]:
+        others[0].join()
+    _leave_all()
