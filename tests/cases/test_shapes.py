@@ -94,3 +94,30 @@ def _dimension_past_int32(comm: stagelink.Handler) -> None:
 
 def test_c112_a_dimension_that_does_not_fit_32_bits(any_ranks: Ranks) -> None:
     any_ranks.run(any_ranks.plan(), _dimension_past_int32)
+
+
+def _send_unasked(comm: stagelink.Handler, count: int) -> None:
+    """Three of four messages of 4,000 bytes are there before the fourth is asked for."""
+    with comm.train(count) as session:
+        for microbatch in session.mine:
+            if comm.stage.index == 0:
+                session.send("h", torch.full((1000,), float(microbatch)), microbatch)
+            else:
+                last = count - 1 - microbatch
+                check_same(session.recv("h", last), torch.full((1000,), float(last)))
+
+
+def test_memory_that_the_plan_could_not_know_is_held_against_its_bound(ranks: Ranks) -> None:
+    plan = ranks.plan((1, 1), schedule="gpipe", limits={"receive_bytes": 4 * 4000})
+    ranks.run(plan, _send_unasked, 4)
+    plan["limits"]["receive_bytes"] = 4 * 4000 - 1
+    sender, receiver = ranks.run_to_ends(plan, _send_unasked, 4)
+    said = (
+        "rank 1: microbatch 3 (forward, session 0) from rank 0 on edge 'h' has 4000 bytes, and "
+        "12000 bytes of messages have come that nobody has taken yet; limits.receive_bytes "
+        "allows 15999 together"
+    )
+    assert (receiver.kind, receiver.text) == ("MessageError", said)
+    assert sender.kind == "AbortedError"
+    assert said in sender.text
+    assert [*sender.left, *receiver.left] == []

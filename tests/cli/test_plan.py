@@ -184,6 +184,17 @@ def test_the_json_has_the_promised_form(invoke: Invoke, write: Write) -> None:
     }
 
 
+@pytest.mark.parametrize("servers", [None, [[0], [1], [2]]])
+def test_rules_of_a_plan_without_links_are_no_problem(
+    invoke: Invoke, write: Write, servers: list[list[int]] | None
+) -> None:
+    pipeline = {} if servers is None else {"servers": servers}
+    result = invoke("plan", "--json", write((3,), FAST, **pipeline))
+    assert result.exit_code == 0
+    found = values(result)
+    assert (found["verified"], found["links"]) == (True, [])
+
+
 def test_arguments_of_modules_are_told(invoke: Invoke, write: Write) -> None:
     path = write((1, 1), FAST)
     path.write_text(path.read_text().replace('"b"', '"b"\narguments = { ab = "input" }', 1))

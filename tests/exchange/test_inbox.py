@@ -17,8 +17,16 @@ def _arrival(
     edge: int = 0,
     direction: Direction = Direction.FORWARD,
     peer: int = 1,
+    payload_bytes: int = 0,
 ) -> Arrival:
-    header = Header(MessageKind.DATA, direction, session=session, edge=edge, microbatch=microbatch)
+    header = Header(
+        MessageKind.DATA,
+        direction,
+        session=session,
+        edge=edge,
+        microbatch=microbatch,
+        payload_bytes=payload_bytes,
+    )
     return Arrival(header, peer)
 
 
@@ -91,3 +99,20 @@ def test_the_last_one_is_remembered_by_edge_direction_peer_and_session() -> None
 
 def test_a_key_reads_well() -> None:
     assert str(Key(2, 0, Direction.BACKWARD, 5)) == "microbatch 5 (backward, session 2)"
+
+
+def test_it_knows_how_much_it_holds() -> None:
+    inbox = Inbox()
+    for microbatch in range(4):
+        inbox.put(_arrival(microbatch, session=microbatch // 2, payload_bytes=10**microbatch))
+    refused = _arrival(4, session=1, payload_bytes=7)
+    refused.refusal = "not now"
+    inbox.put(refused)
+    inbox.put(_arrival(4, session=1, payload_bytes=20_000))
+    assert inbox.held_bytes == 21_111
+    inbox.take(_arrival(1).key)
+    assert inbox.held_bytes == 21_101
+    inbox.take_session(1)
+    assert inbox.held_bytes == 1
+    inbox.clear()
+    assert inbox.held_bytes == 0

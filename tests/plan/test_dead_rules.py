@@ -79,6 +79,51 @@ def test_servers_found_later_contradict_nothing(chain: Chain, same_server: bool)
     Plan.from_dict(with_rules(chain(1, 1), {"same_server": same_server}))
 
 
+ONE_EACH = {"servers": [[0], [1], [2]]}
+SHAPES: list[tuple[tuple[int, ...], Table]] = [
+    ((1,), {}),
+    ((3,), {}),
+    ((3,), ONE_EACH),
+    ((1, 1), {"servers": [[0, 1]]}),
+    ((1, 1, 1), ONE_EACH),
+]
+
+
+@pytest.mark.parametrize(("replicas", "pipeline"), SHAPES)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [{}],
+        [{"same_server": True}, {"same_server": False}],
+        [{"same_server": True, "device": "cpu"}, {"device": "cuda"}, {}],
+    ],
+    ids=["any", "servers", "devices"],
+)
+def test_rules_for_every_shape_load_for_every_shape(
+    chain: Chain, replicas: tuple[int, ...], pipeline: Table, rules: list[Table]
+) -> None:
+    plan = Plan.from_dict(with_rules(chain(*replicas, **pipeline), *rules))
+    assert len(plan.rules) == len(rules)
+
+
+@pytest.mark.parametrize(
+    "rule", [{"from": "a"}, {"to_rank": 1}, {"from_server": 0, "same_server": False}]
+)
+def test_without_links_no_rule_contradicts_the_plan(chain: Chain, rule: Table) -> None:
+    Plan.from_dict(with_rules(chain(2, servers=[[0, 1]]), rule))
+
+
+def test_without_links_a_slip_is_still_one(chain: Chain, problems: Problems) -> None:
+    rules: list[Table] = [{"from": "b"}, {}, {"tensor": "ab"}]
+    assert problems(with_rules(chain(1), *rules)) == [
+        "links[0].from: unknown stage 'b'; the plan has 'a'",
+        "links[2].tensor: unknown tensor 'ab'; the plan has none",
+    ]
+    assert problems(with_rules(chain(1), {}, {"to": "a"})) == [
+        "links[1]: can never match: links[0] comes first and takes every link that it fits"
+    ]
+
+
 @pytest.mark.parametrize(
     ("earlier", "later"),
     [

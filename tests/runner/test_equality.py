@@ -103,7 +103,7 @@ def test_one_stage_of_replicas(rank_pool: RankPool) -> None:
     """Without any tensor between ranks it is data-parallel training."""
     shapes = line(1)
     ranks = Ranks(LOOPBACK, rank_pool)
-    plan = ranks.plan((3,), microbatches=MICROBATCHES) | {"tensors": [], "links": []}
+    plan = ranks.plan((3,), microbatches=MICROBATCHES) | {"tensors": []}
     check(ranks.run(plan, train_both, shapes, sgd), shapes)
 
 

@@ -70,6 +70,19 @@ def test_too_much_to_hold(make_plan: MakePlan) -> None:
     assert verdict.problem == text
 
 
+def test_too_much_to_hold_besides_what_is_not_known(make_plan: MakePlan) -> None:
+    plan = make_plan([2, 1], limits={"receive_bytes": 99})
+    known = dataclasses.replace(plan.tensors[0], name="known", dtype="float32", shape=(10,))
+    edge = dataclasses.replace(plan.edges[0], index=1, tensor=known)
+    tensors, edges = (*plan.tensors, known), (*plan.edges, edge)
+    verdict = verify(dataclasses.replace(plan, tensors=tensors, edges=edges))
+    assert verdict.receive_bytes == dict.fromkeys(range(3))
+    assert verdict.problem == (
+        "rank 2 may have to hold 160 bytes of received messages, and more whose shapes are not "
+        "declared; limits.receive_bytes allows 99"
+    )
+
+
 def test_what_is_not_known_is_within_every_limit(make_plan: MakePlan) -> None:
     assert verify(make_plan([2, 1], limits={"receive_bytes": 1})).ok
 

@@ -18,9 +18,14 @@ __all__ = ["Inbox"]
 
 
 class Inbox:
-    """Arrivals by key; used under the plane's lock."""
+    """Arrivals by key; used under the plane's lock.
+
+    Attributes:
+        held_bytes: of the payloads of all arrivals, in whole, also where they are still coming.
+    """
 
     def __init__(self) -> None:
+        self.held_bytes = 0
         self._arrivals: dict[Key, Arrival] = {}
         self._last: dict[tuple[int, int, Direction, int], int] = {}
 
@@ -34,7 +39,10 @@ class Inbox:
         held = self._arrivals.get(key)
         if held is not None and held.refusal is None:
             raise ProtocolError(f"rank {arrival.peer} sent {key} of edge {key.edge} twice")
+        if held is not None:
+            self.take(key)
         self._arrivals[key] = arrival
+        self.held_bytes += arrival.header.payload_bytes
         self._last[key.session, key.edge, key.direction, arrival.peer] = key.microbatch
 
     def get(self, key: Key) -> Arrival | None:
@@ -46,18 +54,21 @@ class Inbox:
 
     def take(self, key: Key) -> Arrival:
         """Remove the arrival with this key."""
-        return self._arrivals.pop(key)
+        arrival = self._arrivals.pop(key)
+        self.held_bytes -= arrival.header.payload_bytes
+        return arrival
 
     def take_session(self, session: int) -> list[Arrival]:
         """Remove everything of one session."""
         self._last = {k: last for k, last in self._last.items() if k[0] > session}
         keys = [key for key in self._arrivals if key.session == session]
-        return [self._arrivals.pop(key) for key in keys]
+        return [self.take(key) for key in keys]
 
     def clear(self) -> list[Arrival]:
         """Remove everything."""
         arrivals = list(self._arrivals.values())
         self._arrivals.clear()
+        self.held_bytes = 0
         return arrivals
 
     def last_microbatch(self, key: Key, peer: int) -> int | None:

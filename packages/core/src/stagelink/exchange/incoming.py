@@ -8,8 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from stagelink.control.connection import close_all
 from stagelink.errors import (
     DeadlineError,
+    MessageError,
     ProtocolError,
     RefusedError,
 )
@@ -42,6 +44,7 @@ class Incoming:
 
     Attributes:
         inbox: what nobody has asked for yet.
+        most_bytes: bound on what is in it, which a message beyond it breaks; None: no bound.
         ways: by (edge index, direction, peer).
     """
 
@@ -59,6 +62,7 @@ class Incoming:
         self._outgoing = outgoing
         self._observe = observe
         self.inbox = Inbox()
+        self.most_bytes: int | None = None
         self.ways: dict[tuple[int, Direction, int], WayIn] = {}
         for kind in (MessageKind.DATA, MessageKind.GRAD, MessageKind.NONE, MessageKind.REFUSED):
             plane.handle(kind, self._on_message)
@@ -91,11 +95,27 @@ class Incoming:
         with self._plane.lock:
             arrival.abandoned = header.session <= self._presence.left
             if not arrival.abandoned:
+                self._check_room(way, arrival, frame)
                 self.inbox.put(arrival)
         if carried:
             way.link.announced(arrival, frame.note, frame.fds)
         elif arrival.abandoned:
             self._answer(arrival)
+
+    def _check_room(self, way: WayIn, arrival: Arrival, frame: Frame) -> None:
+        """Hold what has come against `most_bytes`, of which a plan without shapes says nothing.
+
+        Raises:
+            MessageError: it is more.
+        """
+        held, size = self.inbox.held_bytes, arrival.header.payload_bytes
+        if self.most_bytes is not None and held + size > self.most_bytes:
+            close_all(frame.fds)
+            raise MessageError(
+                f"rank {self._plane.rank}: {arrival.key} from rank {way.peer} on edge "
+                f"{way.edge.name!r} has {size} bytes, and {held} bytes of messages have come that "
+                f"nobody has taken yet; limits.receive_bytes allows {self.most_bytes} together"
+            )
 
     @staticmethod
     def _open_envelope(arrival: Arrival, frame: Frame) -> bool:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["dead_rules"]
 
 
+_OF_EVERY_PLAN = frozenset({"same_server", "device"})
+"""Keys that speak of no stage, rank, server or tensor of the plan."""
+
+
 class _Rank(NamedTuple):
     stage: int
     rank: int
@@ -36,7 +40,8 @@ class _Topology:
 def dead_rules(document: Document) -> Iterator[Problem]:
     """Rules whose keys contradict each other or the plan, and rules that come too late.
 
-    A device is never a contradiction: plans for different machines may share their rules.
+    Plans of different shapes and machines may share their rules: a device or `same_server` alone
+    never contradicts the plan, and in one without links no rule does.
     """
     topology = _topology(document)
     rules = rules_of(document)
@@ -78,6 +83,8 @@ def _covers(earlier: LinkRule, later: LinkRule) -> bool:
 
 
 def _contradiction(rule: LinkRule, topology: _Topology) -> str | None:
+    if not topology.edges or rule.keys().keys() <= _OF_EVERY_PLAN:
+        return None
     sources = _side(rule, "from", topology)
     targets = _side(rule, "to", topology)
     for side, fitting in (("from", sources), ("to", targets)):

@@ -127,8 +127,8 @@ class Limits:
         first_deadline_s: the same for the first message of a session (compilation, data loading).
         connect_deadline_s: seconds that `connect` may take.
         close_deadline_s: seconds that `close` may take to drain and say goodbye.
-        receive_bytes: bound on one rank's receive memory, checked where shapes are known; None: no
-            bound.
+        receive_bytes: bound on one rank's receive memory, checked beforehand as far as shapes are
+            declared, and at run time of what has come and was not taken yet; None: no bound.
         pool_bytes: idle receive buffers kept for reuse per rank.
     """
 

@@ -25,7 +25,12 @@ def message_bytes(tensor: Tensor) -> int | None:
 
 
 def receive_bytes(
-    plan: Plan, microbatches: int, windows: Sequence[int], forward_windows: Sequence[int]
+    plan: Plan,
+    microbatches: int,
+    windows: Sequence[int],
+    forward_windows: Sequence[int],
+    *,
+    unknown: int | None = None,
 ) -> dict[int, int | None]:
     """The most that each rank may hold of what was sent to it, in training or in evaluation.
 
@@ -37,16 +42,19 @@ def receive_bytes(
         microbatches: how many a training session has in the whole pipeline, or `UNTIL_END`.
         windows: per edge, in training.
         forward_windows: per edge, in evaluation.
+        unknown: what to take for the bytes of a message whose dtype or shape is not declared.
 
     Returns:
-        Bytes by rank; None where it takes part in an edge whose dtype or shape is not declared.
+        Bytes by rank; None where it takes part in an edge whose message is ``unknown``.
     """
+    each = [message_bytes(edge.tensor) for edge in plan.edges]
+    each = [unknown if size is None else size for size in each]
     held: dict[int, int | None] = dict.fromkeys(range(plan.world_size), 0)
     for edge in plan.edges:
         for rank, messages in _held_in_training(plan, edge, windows[edge.index], microbatches):
-            held[rank] = _plus(held[rank], messages, message_bytes(edge.tensor))
+            held[rank] = _plus(held[rank], messages, each[edge.index])
     for stage in plan.stages:
-        in_evaluation = _held_in_evaluation(plan, stage, forward_windows)
+        in_evaluation = _held_in_evaluation(plan, stage, forward_windows, each)
         for rank in stage.ranks:
             held[rank] = _greater(held[rank], in_evaluation)
     return held
@@ -71,11 +79,13 @@ def _held_in_training(
             yield rank_for(source, first), messages
 
 
-def _held_in_evaluation(plan: Plan, stage: Stage, windows: Sequence[int]) -> int | None:
+def _held_in_evaluation(
+    plan: Plan, stage: Stage, windows: Sequence[int], each: Sequence[int | None]
+) -> int | None:
     held: int | None = 0
     for edge in plan.inputs(stage.index):
         senders = max(Counter(target for _, target in pairs(plan, edge)).values())
-        held = _plus(held, senders * windows[edge.index], message_bytes(edge.tensor))
+        held = _plus(held, senders * windows[edge.index], each[edge.index])
     return held
 
 

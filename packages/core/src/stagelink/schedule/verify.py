@@ -105,7 +105,10 @@ def verify(
     windows = at_least_two(walked.peaks) if given is None else given
     forward = windows if plan.schedule == "forward" else forward_windows(plan)
     held = receive_bytes(plan, most, windows, forward)
-    problems += [*_hang(plan, walked, windows), *_overflow(plan, held)]
+    problems += _hang(plan, walked, windows)
+    if plan.limits.receive_bytes is not None:
+        declared = receive_bytes(plan, most, windows, forward, unknown=0)
+        problems += _overflow(plan.limits.receive_bytes, held, declared)
     problems += version_problems(plan, warm_up)
     return Verdict(_joined(problems), count, warm_up, windows, forward, held, walked.rounds)
 
@@ -163,13 +166,14 @@ def _advice(plan: Plan) -> str:
     return f" ({'; and '.join(texts)})" if texts else ""
 
 
-def _overflow(plan: Plan, held: Mapping[int, int | None]) -> Iterator[str]:
-    allowed = plan.limits.receive_bytes
-    if allowed is None:
-        return
-    for rank, needed in held.items():
+def _overflow(
+    allowed: int, held: Mapping[int, int | None], declared: Mapping[int, int | None]
+) -> Iterator[str]:
+    """Too much; what is not declared adds to it, and is held against the limit as it comes."""
+    for rank, needed in declared.items():
         if needed is not None and needed > allowed:
-            text = f"rank {rank} may have to hold {needed} bytes of received messages"
+            more = "" if held[rank] is not None else ", and more whose shapes are not declared"
+            text = f"rank {rank} may have to hold {needed} bytes of received messages{more}"
             yield f"{text}; limits.receive_bytes allows {allowed}"
 
 
