@@ -195,6 +195,18 @@ def test_rules_of_a_plan_without_links_are_no_problem(
     assert (found["verified"], found["links"]) == (True, [])
 
 
+def test_more_microbatches_than_can_be_listed_are_refused(invoke: Invoke, write: Write) -> None:
+    said = "must be at most 500000 with 2 stages"
+    path = write((1, 1), FAST)
+    for count in (10**7, 10**12):
+        result = invoke("plan", "--microbatches", count, path)
+        assert (result.exit_code, result.stderr.count(said)) == (1, 1)
+    path = write((1, 1), FAST, microbatches=10**12)
+    for asked in (("plan", path), ("plan", "--json", path), ("run", path, __file__)):
+        result = invoke(*asked)
+        assert (result.exit_code, result.stderr.count(said)) == (1, 1)
+
+
 def test_arguments_of_modules_are_told(invoke: Invoke, write: Write) -> None:
     path = write((1, 1), FAST)
     path.write_text(path.read_text().replace('"b"', '"b"\narguments = { ab = "input" }', 1))

@@ -14,11 +14,12 @@ import stagelink
 from stagelink.testing.faults import Gate, Hold, Point, faulty
 from stagelink.transport.contract import Deadline
 from stagelink.transport.loopback import Loopback
-from tests.support.pipelines import LOOPBACK, check_same, document, line, tensor
+from tests.support.pipelines import LOOPBACK, Ranks, check_same, document, line, tensor
 
 if TYPE_CHECKING:
     from stagelink.exchange.session import Session
-    from tests.support.pipelines import Document, Ranks
+    from stagelink.testing import RankPool
+    from tests.support.pipelines import Document
 
 SMALL, LARGE = 3, 30_000
 
@@ -45,6 +46,20 @@ def _out_of_place(comm: stagelink.Handler) -> None:
     ):
         with pytest.raises(stagelink.UsageError, match=f"rank {comm.rank}: session 0 was left"):
             call()
+
+
+def _open_too_many(comm: stagelink.Handler) -> None:
+    for open_session in (comm.train, comm.evaluate):
+        with pytest.raises(stagelink.PlanError, match="microbatches: 10000000: must be at most"):
+            open_session(10**7)
+    if comm.rank == 0:  # as a peer would that does not know of the bound
+        comm._engine.openings.open(0, "evaluate", 10**12, None)
+    with pytest.raises(stagelink.PlanError, match="microbatches: 1000000000000: must be at most"):
+        comm.evaluate(10**12 if comm.rank == 0 else None)
+
+
+def test_more_microbatches_than_can_be_listed_are_not_opened(rank_pool: RankPool) -> None:
+    Ranks(LOOPBACK, rank_pool).run(document(LOOPBACK), _open_too_many)
 
 
 def _refused(text: str, call: Any, *args: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from stagelink.errors import PlanError
 from stagelink.plan import Plan
 
 Table = dict[str, Any]
@@ -185,6 +186,40 @@ def test_arguments_that_are_in_order(chain: Chain) -> None:
         {"ab": "also", "also": "ab"},
     ]
     assert hash(stages[0])
+
+
+@pytest.mark.parametrize("count", [500_001, 10**7, 10**12, 2**63 - 1])
+def test_more_microbatches_than_can_be_listed(
+    chain: Chain, problems: Problems, count: int
+) -> None:
+    text = (
+        f"{count}: must be at most 500000 with 2 stages, since each rank lists and walks them "
+        "before it starts; let a batch be smaller, or a session go on until the end"
+    )
+    assert problems(chain(1, 1, microbatches=count)) == [f"pipeline.microbatches: {text}"]
+    with pytest.raises(PlanError) as caught:
+        Plan.from_dict(chain(1, 1)).with_microbatches(count)
+    assert str(caught.value) == f"microbatches: {text}"
+
+
+def test_as_many_microbatches_as_can_be_listed(chain: Chain, problems: Problems) -> None:
+    assert Plan.from_dict(chain(2, microbatches=10**6)).microbatches == 10**6
+    assert "at most 1000000 with 1 stage, " in problems(chain(2, microbatches=10**6 + 1))[0]
+    long = chain(1, 1, microbatches=4096)
+    long["stages"] = [{"name": f"s{i}", "ranks": [i]} for i in range(300)]
+    long["tensors"] = [tensor(f"t{i}", f"s{i}", f"s{i + 1}") for i in range(299)]
+    assert Plan.from_dict(long).microbatches == 4096
+    long["pipeline"]["microbatches"] += 1
+    assert "at most 4096 with 300 stages, " in problems(long)[0]
+
+
+def test_more_warm_up_than_there_are_microbatches(chain: Chain, problems: Problems) -> None:
+    plan = chain(2, 1, schedule="pipedream")
+    plan["stages"][0]["warm_up"] = 10**12
+    plan["stages"][1]["warm_up"] = 400_000
+    assert problems(plan) == [
+        f"stages[0].warm_up: {10**12}: no session has so many microbatches; at most 500000 in all"
+    ]
 
 
 def test_a_plan_in_pieces(chain: Chain, problems: Problems) -> None:

@@ -59,6 +59,12 @@ def test_a_plan_that_cannot_run(make_plan: MakePlan) -> None:
     assert str(caught.value) == verdict.problem
 
 
+@pytest.mark.parametrize("count", [500_001, 10**12, 2**63 - 2])
+def test_more_microbatches_than_can_be_listed(make_plan: MakePlan, count: int) -> None:
+    with pytest.raises(PlanError, match=f"microbatches: {count}: must be at most 500000 with 2 s"):
+        verify(make_plan([1, 1]), count)
+
+
 def test_too_much_to_hold(make_plan: MakePlan) -> None:
     plan = make_plan([2, 1], limits={"receive_bytes": 99})
     tensor = dataclasses.replace(plan.tensors[0], dtype="float32", shape=(10,))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
 from stagelink.exchange.eager import session_class
-from stagelink.schedule import UNTIL_END, Verdict, actions_of, require, verify
+from stagelink.schedule import UNTIL_END, Verdict, actions_of, check_microbatches, require, verify
 from stagelink.transport.contract import Deadline, Link
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class Handler:
 
         Raises:
             VerificationError: the schedule cannot run with this many microbatches.
+            PlanError: there are more microbatches than a session may have.
             DisagreementError: another rank opened this session with other values.
             UsageError: the session before is still open, or the number is wrong or missing.
         """
@@ -108,6 +109,7 @@ class Handler:
         number = self._next_session
         self._next_session += 1
         opening = self._engine.openings.open(number, mode, microbatches, items)
+        check_microbatches(self.plan, opening.microbatches)
         # Forwards alone, each rank's in ascending order, cannot wait in a circle.
         trains, until_end = mode == "train", opening.microbatches == UNTIL_END
         verdict = self._verified(opening.microbatches, actions) if trains else self._verdict
@@ -145,6 +147,8 @@ class Handler:
                 f"rank {self.rank}: microbatches must be a whole number from 0, not "
                 f"{microbatches!r}"
             )
+        else:
+            check_microbatches(self.plan, microbatches)
 
     def _verified(
         self, microbatches: int, actions: Mapping[int, Sequence[Action]] | None

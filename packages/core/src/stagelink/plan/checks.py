@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.plan.dead_rules import dead_rules
 from stagelink.plan.rule_checks import rule_names, rule_numbers, rule_transports, unused_options
-from stagelink.plan.stage_checks import observers, ranks, servers, stage_names, warm_ups
+from stagelink.plan.stage_checks import (
+    microbatches,
+    observers,
+    ranks,
+    servers,
+    stage_names,
+    warm_ups,
+)
 from stagelink.plan.tensor_checks import (
     arguments,
     connections,
@@ -43,6 +50,7 @@ def _check(run: Callable[[Document], Iterator[Problem]], vouches_for: str, needs
 _CHECKS = (
     _check(observers, "observers", "pipeline"),
     _check(stage_names, "stage-names", "stages"),
+    _check(microbatches, "microbatches", "pipeline stages"),
     _check(warm_ups, "warm-ups", "pipeline stages"),
     _check(ranks, "ranks", "stages"),
     _check(servers, "servers", "pipeline ranks"),

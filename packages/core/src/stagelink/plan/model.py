@@ -16,6 +16,7 @@ __all__ = [
     "Limits",
     "Stage",
     "Tensor",
+    "most_microbatches",
 ]
 
 ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw"})
@@ -29,6 +30,22 @@ ROUTINGS = ("round_robin", "diagonal")
 
 SCHEDULES = ("1f1b", "gpipe", "pipedream", "pipedream_2bw", "forward")
 """Every schedule, by its word in a plan's file."""
+
+
+_MOST_OF_ALL_STAGES = 1_000_000
+_ALWAYS = 4096
+"""Microbatches that any plan may have, however many stages it has."""
+
+
+def most_microbatches(stages: int) -> int:
+    """How many microbatches a session may have in the whole pipeline.
+
+    Every rank has its actions as a list, and walks those of all ranks before it starts.
+
+    Args:
+        stages: how many stages the plan has.
+    """
+    return max(_ALWAYS, _MOST_OF_ALL_STAGES // stages)
 
 
 @dataclass(frozen=True, slots=True)

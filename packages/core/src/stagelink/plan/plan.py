@@ -17,6 +17,7 @@ from stagelink.plan.launch import launch_problems
 from stagelink.plan.model import ASYNCHRONOUS, WITH_WARM_UP, Control, Edge, Limits, Stage, Tensor
 from stagelink.plan.problems import shown, unknown
 from stagelink.plan.reading import read_document
+from stagelink.plan.stage_checks import too_many_microbatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -176,10 +177,13 @@ class Plan:
         """The same plan with another number of microbatches per batch.
 
         Raises:
-            PlanError: the number is not an int of at least 1.
+            PlanError: the number is not an int of at least 1, or it is too large.
         """
         if type(microbatches) is not int or microbatches < 1:
             raise PlanError(f"microbatches: {shown(microbatches)}: must be an int of at least 1")
+        too_many = too_many_microbatches(microbatches, len(self.stages))
+        if too_many is not None:
+            raise PlanError(f"microbatches: {too_many}")
         return dataclasses.replace(self, microbatches=microbatches)
 
     def check_launch(self, rank: object, world_size: object) -> None:

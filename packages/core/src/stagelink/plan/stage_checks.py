@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagelink.plan.model import WITH_WARM_UP
-from stagelink.plan.problems import Problem, ranges, repeats
+from stagelink.plan.model import WITH_WARM_UP, most_microbatches
+from stagelink.plan.problems import Problem, ranges, repeats, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stagelink.plan.document import Document
 
-__all__ = ["observers", "ranks", "servers", "stage_names", "warm_ups"]
+__all__ = [
+    "microbatches",
+    "observers",
+    "ranks",
+    "servers",
+    "stage_names",
+    "too_many_microbatches",
+    "warm_ups",
+]
 
 
 def stage_names(document: Document) -> Iterator[Problem]:
@@ -23,10 +31,37 @@ def stage_names(document: Document) -> Iterator[Problem]:
         yield Problem(("stages", index, "name"), text)
 
 
+def too_many_microbatches(microbatches: int, stages: int) -> str | None:
+    """What is wrong with so many microbatches; None where nothing is.
+
+    Args:
+        microbatches: in the whole pipeline.
+        stages: how many there are.
+    """
+    most = most_microbatches(stages)
+    if microbatches <= most:
+        return None
+    of_stages = f"{stages} stage{'s' * (stages != 1)}"
+    return (
+        f"{shown(microbatches)}: must be at most {most} with {of_stages}, since each rank lists "
+        "and walks them before it starts; let a batch be smaller, or a session go on until the end"
+    )
+
+
+def microbatches(document: Document) -> Iterator[Problem]:
+    """More microbatches than a session may have."""
+    text = too_many_microbatches(document.pipeline.microbatches, len(document.stages))
+    if text is not None:
+        yield Problem(("pipeline", "microbatches"), text)
+
+
 def warm_ups(document: Document) -> Iterator[Problem]:
-    """Warm-up set by hand where the schedule has none."""
-    schedule = document.pipeline.schedule
+    """Warm-up set by hand where the schedule has none, or larger than any session."""
+    schedule, most = document.pipeline.schedule, most_microbatches(len(document.stages))
     for index, table in enumerate(document.stages):
+        if table.warm_up is not None and (table.warm_up + 1) * len(table.ranks) > most:
+            text = f"{table.warm_up}: no session has so many microbatches; at most {most} in all"
+            yield Problem(("stages", index, "warm_up"), text)
         if table.warm_up is not None and schedule not in WITH_WARM_UP:
             text = f"{table.warm_up}: the schedule {schedule!r} has no warm-up to set; remove it"
             yield Problem(("stages", index, "warm_up"), text)

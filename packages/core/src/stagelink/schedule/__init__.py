@@ -21,7 +21,7 @@ from stagelink.schedule.routing import (
     replica_for,
 )
 from stagelink.schedule.search import free_warm_up
-from stagelink.schedule.verify import Verdict, require, verify
+from stagelink.schedule.verify import Verdict, check_microbatches, require, verify
 from stagelink.schedule.versions import rounds_per_update, version_for
 from stagelink.schedule.walk import Walked, walk
 from stagelink.schedule.warmup import (
@@ -40,6 +40,7 @@ __all__ = [
     "Walked",
     "actions_for",
     "actions_of",
+    "check_microbatches",
     "choose_warm_up",
     "default_warm_up",
     "free_warm_up",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagelink.errors import PlanError, VerificationError
-from stagelink.plan.problems import quoted
+from stagelink.plan.problems import quoted, shown
+from stagelink.plan.stage_checks import too_many_microbatches
 from stagelink.schedule.actions import UNTIL_END, actions_for
 from stagelink.schedule.checks import action_problems
 from stagelink.schedule.memory import receive_bytes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from stagelink.schedule.actions import Action, Mode
     from stagelink.schedule.walk import Walked
 
-__all__ = ["Verdict", "require", "verify"]
+__all__ = ["Verdict", "check_microbatches", "require", "verify"]
 
 _MOST_PROBLEMS = 20
 
@@ -83,11 +84,11 @@ def verify(
         The verdict, also where the plan cannot run; `require` turns that into an error.
 
     Raises:
-        PlanError: ``microbatches`` is no int of at least 0.
+        PlanError: ``microbatches`` is no int of at least 0, or too large.
     """
     if microbatches is None:
         microbatches = UNTIL_END if plan.asynchronous else plan.microbatches
-    count = most = _counted(microbatches)
+    count = most = check_microbatches(plan, microbatches)
     warm_up = find_warm_up(plan) if plan.has_warm_up else (0,) * len(plan.stages)
     if count == UNTIL_END:
         if plan.schedule == "gpipe":
@@ -124,9 +125,17 @@ def require(verdict: Verdict) -> Verdict:
     return verdict
 
 
-def _counted(microbatches: object) -> int:
+def check_microbatches(plan: Plan, microbatches: object) -> int:
+    """The number of microbatches of a session, if it is one.
+
+    Raises:
+        PlanError: it is no int of at least 0, or more than a session may have.
+    """
     if type(microbatches) is not int or microbatches < 0:
-        raise PlanError(f"microbatches: {microbatches!r}: must be an int of at least 0")
+        raise PlanError(f"microbatches: {shown(microbatches)}: must be an int of at least 0")
+    too_many = too_many_microbatches(microbatches, len(plan.stages))
+    if too_many is not None and microbatches != UNTIL_END:
+        raise PlanError(f"microbatches: {too_many}")
     return microbatches
 
 
