@@ -262,6 +262,9 @@ class Scripted:
     def __init__(self, *steps: bytes | OSError) -> None:
         self._steps = list(steps)
 
+    def getsockname(self) -> tuple[str, int]:
+        return "192.0.2.1", 1
+
     def setblocking(self, flag: bool) -> None: ...
 
     def send(self, data: bytes) -> int:

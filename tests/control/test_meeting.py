@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import pickle
 import socket
 import struct
@@ -20,6 +21,7 @@ from stagelink.control.meeting import Meeting
 from stagelink.control.plane import Plane
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.errors import ConnectError, DisagreementError
+from stagelink.plan.model import Control
 from stagelink.testing import RankFailedError, run_threads
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import HEADER_BYTES, VERSION, Header, MessageKind
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Greeting = dict[str, Any]
+LO = Control(interface="lo")
 
 
 class Rank:
@@ -44,11 +47,12 @@ class Rank:
         *,
         server: str = "here",
         judge: Callable[[int, Greeting], None] = lambda peer, greeting: None,
+        control: Control = LO,
     ) -> None:
         self.plane = Plane(rank)
         self.rendezvous = Rendezvous(store, "run", rank, world_size)
         greeting = {"name": f"rank {rank}"}
-        self.meeting = Meeting(self.plane, self.rendezvous, greeting, judge, server, "lo")
+        self.meeting = Meeting(self.plane, self.rendezvous, greeting, judge, server, control)
         self.others = [other for other in range(world_size) if other != rank]
         self.plane.start()
 
@@ -145,6 +149,49 @@ def test_a_tcp_connection_is_quick_and_watched() -> None:
             return found
 
     assert run_threads(meet, 2) == [[1, 1, 10_000]] * 2
+
+
+def test_ports_of_a_range(caplog: pytest.LogCaptureFixture) -> None:
+    """Both ranks listen on one host here: each takes a port of its own."""
+    caplog.set_level(logging.INFO, logger="stagelink")
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        first = held.getsockname()[1]
+        control = Control(interface="lo", ports=(first, first + 20))
+
+        def meet(rank: int, world_size: int, store: Store) -> int:
+            with ready(store, rank, world_size, server=f"server {rank}", control=control) as me:
+                me.meet()
+                _wait_for_all(store, rank, world_size)
+                return int(me.rendezvous.read("tcp", [rank], Deadline(20))[rank]["port"])
+
+        ports = run_threads(meet, 2)
+    assert len({first, *ports}) == 3
+    assert all(first < port <= first + 20 for port in ports)
+    wanted = f"at 127.0.0.1, port {ports[0]} ([control] interface = 'lo')"
+    assert f"rank 0: listens for ranks of other servers {wanted}" in caplog.messages
+
+
+def test_a_range_without_a_free_port() -> None:
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        control = Control(interface="lo", ports=(port, port))
+        with ready(store, 0, 2, server="a", control=control) as zero:
+            address = {"server": "b", "wire": VERSION, "address": ""}
+            Rendezvous(store, "run", 1, 2).publish("unix", address)
+            with pytest.raises(ConnectError, match=f"rank 0: no port from {port} to {port} "):
+                zero.meet()
+
+
+@pytest.mark.parametrize("server", ["a", "b"])
+def test_a_wrong_interface_is_refused_at_once(server: str) -> None:
+    """Also where no rank is far, and the interface would not be listened at."""
+    control = Control(interface="eht0")
+    with (
+        ready(HashStore(), 0, 2, server=server, control=control) as zero,
+        pytest.raises(ConnectError, match=r"rank 0: \[control\] interface = 'eht0': there is no"),
+    ):
+        zero.meet()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

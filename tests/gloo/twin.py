@@ -8,14 +8,17 @@ the tests.
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import queue
+import resource
 import signal
+import socket
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, Self
@@ -29,7 +32,7 @@ from stagelink.transport.lanes import HostLane
 from stagelink_gloo import Gloo, GlooOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
     from types import TracebackType
     from typing import Any
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from stagelink.transport.lanes import Lane
 
 HEADER, NOTE = 0, 1
+LISTENS = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 LONG_S = 20.0
 
 
@@ -66,6 +70,10 @@ class TwinPort:
     @property
     def peer(self) -> int:
         return self.twin.peer
+
+    @property
+    def address(self) -> str:
+        return "127.0.0.1"
 
     @property
     def window(self) -> int:
@@ -456,6 +464,52 @@ def _finish(twin: Twin, pending: Pending, store: Store, case: Case) -> tuple[Bas
         began["death"] = float(store.get("struck"))
         return error, end - began[case.ends]
     raise AssertionError("finish returned")
+
+
+def be_flooded(rank: int, world_size: int, store: Store, most: int, strangers: int) -> int:
+    """Exchange a message after strangers came to rank 0's port in numbers; how many got in.
+
+    Args:
+        most: file descriptors that rank 0 may have.
+        strangers: how many connect, all of them from rank 1.
+    """
+    with Twin(lo(), rank, 1 - rank, store) as twin, ExitStack() as guests:
+        came: list[socket.socket] = []
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            store.set("ports", json.dumps(list(listening_ports())))
+        else:
+            ports = json.loads(store.get("ports"))
+            came += [guests.enter_context(_stranger(ports)) for _ in range(strangers)]
+            store.set("flooded", "1")
+        store.wait(["flooded"])
+        pending = twin.send(pattern(1000, rank))
+        assert torch.equal(twin.next().take(), pattern(1000, twin.peer))
+        pending.finish(Deadline(LONG_S))
+        return sum(map(_connected, came))
+
+
+def listening_ports() -> Iterator[int]:
+    """The TCP ports of 127.0.0.1 that this process listens at."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            if found.family == socket.AF_INET and found.getsockopt(*LISTENS):
+                yield found.getsockname()[1]
+
+
+def _stranger(ports: list[int]) -> socket.socket:
+    (port,) = ports
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.connect_ex(("127.0.0.1", port))
+    return sock
+
+
+def _connected(sock: socket.socket) -> bool:
+    with suppress(OSError):
+        sock.getpeername()
+        return True
+    return False
 
 
 def fork_and_go_on(rank: int, world_size: int, store: Store) -> None:

@@ -17,6 +17,7 @@ Chain = Callable[..., Table]
 Problems = Callable[[Mapping[str, Any]], list[str]]
 
 INT = "must be an integer"
+PORTS = "must be the first and the last port, as [20000, 20100]"
 
 
 def changed(plan: Table, path: str, value: object) -> Table:
@@ -97,6 +98,13 @@ def changed(plan: Table, path: str, value: object) -> Table:
         ("control.inline_bytes", 65537, "control.inline_bytes: 65537: must be at most 65536"),
         ("control.inline_bytes", -1, "control.inline_bytes: -1: must be at least 0"),
         ("control.spin_us", -1, "control.spin_us: -1: must be at least 0"),
+        ("control.ports", [20000], f"control.ports: [20000]: {PORTS}"),
+        ("control.ports", [20100, 20000], f"control.ports: [20100, 20000]: {PORTS}"),
+        ("control.ports", [0, 20000], f"control.ports: [0, 20000]: {PORTS}"),
+        ("control.ports", [20000, 65536], f"control.ports: [20000, 65536]: {PORTS}"),
+        ("control.ports", [True, 20000], f"control.ports: [True, 20000]: {PORTS}"),
+        ("control.ports", "20000-20100", f"control.ports: '20000-20100': {PORTS}"),
+        ("control.ports", 20000, f"control.ports: 20000: {PORTS}"),
         ("control.interface", "", "control.interface: '': must not be empty"),
         ("limits.deadline_s", 0, "limits.deadline_s: 0: must be more than 0"),
         ("limits.deadline_s", -0.5, "limits.deadline_s: -0.5: must be more than 0"),
@@ -300,7 +308,8 @@ def test_every_key_reaches_the_plan(chain: Chain) -> None:
     plan["stages"][0] |= {"device": "cuda", "warm_up": 2}
     plan["tensors"][0] |= {"dtype": "float32", "shape": [-1, 8], "grad": False}
     plan["transports"] = {"gloo": {"interface": "lo"}}
-    plan["control"] = {"interface": "eth0", "inline_bytes": 0, "spin_us": 20}
+    ports = [20000, 20100]
+    plan["control"] = {"interface": "eth0", "inline_bytes": 0, "spin_us": 20, "ports": ports}
     plan["limits"] = {
         "deadline_s": 1,
         "first_deadline_s": math.inf,
@@ -317,5 +326,5 @@ def test_every_key_reaches_the_plan(chain: Chain) -> None:
     (tensor,) = made.tensors
     assert (tensor.dtype, tensor.shape, tensor.grad) == ("float32", (-1, 8), False)
     assert made.transports == {"gloo": {"interface": "lo"}}
-    assert made.control == Control("eth0", 0, 20)
+    assert made.control == Control("eth0", 0, 20, (20000, 20100))
     assert made.limits == Limits(1.0, math.inf, 3.5, 4.0, 5, 6)

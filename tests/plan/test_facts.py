@@ -158,7 +158,9 @@ ALIKE: dict[str, Change] = {
         name="other", microbatches=9, observers=["log"]
     ),
     "limits": lambda raw: raw.update(limits={"deadline_s": 1}),
-    "control": lambda raw: raw.update(control={"interface": "eth1", "spin_us": 3}),
+    "control": lambda raw: raw.update(
+        control={"interface": "eth1", "spin_us": 3, "ports": [1, 9]}
+    ),
     "tensor order": lambda raw: raw["tensors"].reverse(),
     "option order": lambda raw: raw["transports"]["gloo"].update(hosts={"a": 2, "b": 1}),
     "grad left out": lambda raw: raw["tensors"][3].pop("grad"),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
+from torch.distributed import TCPStore
 
 from stagelink.testing import run_fresh
 from tests.support.pipelines import End, _end_process
@@ -287,6 +288,9 @@ def _on_host(
 ) -> T:
     del unused
     enter(holders[rank])
+    if rank == 0:
+        # The first store that a process serves opens a pipe for good, which is no leak of a case.
+        TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     return function(rank, world_size, store, *args)
 
 

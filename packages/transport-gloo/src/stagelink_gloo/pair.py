@@ -15,6 +15,7 @@ it, too, can be waited for briefly and let go.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import threading
@@ -24,17 +25,20 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from stagelink.transport.contract import Deadline
+from stagelink.transport.gloo_groups import gloo_group
+from stagelink_gloo.addresses import address_for, check_route
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from stagelink.transport.addresses import Address
     from stagelink.transport.contract import Port
 
 __all__ = ["Operation", "Pair", "connect"]
 
+logger = logging.getLogger("stagelink")
 _SPARE_TAG = 2**31 - 1
 _AT_ONCE = timedelta(milliseconds=1)
 _LONGEST_S = 365 * 86400.0
@@ -183,7 +187,7 @@ def connect(port: Port, interface: str | None, deadline: Deadline) -> Pair:
 
     Args:
         port: its store must be under a prefix that was never used before.
-        interface: name of the network interface; None: gloo's own choice.
+        interface: name of the network interface; None: see `address_for`.
         deadline: for both together.
 
     Raises:
@@ -191,15 +195,19 @@ def connect(port: Port, interface: str | None, deadline: Deadline) -> Pair:
         ConnectionError: the interface has no address, the store failed or the peer is unreachable.
     """
     me = int(port.rank > port.peer)
+    mine = address_for(port, interface)
+    ends = f"rank {port.rank} at {mine.text} ({mine.reason}) connecting with rank {port.peer}"
     try:
-        options, store = _options(interface), port.store()
-        _meet(store, me, port, deadline)
+        store = port.store()
+        theirs = _meet(store, me, port, mine, deadline)
+        ends += f" at {theirs}"
         # The peer is there: it is a matter of milliseconds, unless it dies between.
-        options._timeout = _round(deadline)
-        return Pair(dist.ProcessGroupGloo(store, me, 2, options), me, port.peer)
+        timeout = _round(deadline)
+        group = gloo_group(store, me, 2, address=mine.text, timeout=timeout, threads=0)
     except RuntimeError as error:
-        what = f"rank {port.rank} connecting with rank {port.peer} by gloo"
-        raise _failure(what, deadline, error) from error
+        raise _failure(f"{ends} by gloo", deadline, error) from error
+    logger.info("rank %d: gloo with rank %d at %s (%s)", port.rank, port.peer, *mine)
+    return Pair(group, me, port.peer)
 
 
 def _round(deadline: Deadline) -> timedelta:
@@ -208,32 +216,31 @@ def _round(deadline: Deadline) -> timedelta:
     return max(round_, _LEAST_ROUND) if _time_left(deadline, 2) >= _LEAST_ROUND else round_
 
 
-def _meet(store: Store, me: int, port: Port, deadline: Deadline) -> None:
-    """Wait for the peer in steps, so that a failure of the pipeline ends the wait."""
-    store.set(f"here/{me}", "1")
-    while not store.check([f"here/{1 - me}"]):
+def _meet(store: Store, me: int, port: Port, mine: Address, deadline: Deadline) -> str:
+    """Wait for the peer and find a way to it; its address.
+
+    The second wait is for the peer to have found its own way: gloo would wait for it in vain.
+    """
+    theirs = _swap(store, "here", me, mine.text, port, deadline)
+    check_route(port, mine, theirs)
+    _swap(store, "reachable", me, "1", port, deadline)
+    return theirs
+
+
+def _swap(store: Store, key: str, me: int, value: str, port: Port, deadline: Deadline) -> str:
+    """Give a value for the peer's; in steps, so that a failure of the pipeline ends the wait."""
+    store.set(f"{key}/{me}", value)
+    while not store.check([f"{key}/{1 - me}"]):
         if deadline.passed:
             raise TimeoutError(
                 f"rank {port.rank}: rank {port.peer} did not come within {deadline.seconds:g} s"
             )
         port.wait(_never, Deadline(_LOOK_S))
+    return store.get(f"{key}/{1 - me}").decode()
 
 
 def _never() -> bool:
     return False
-
-
-def _options(interface: str | None) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [
-        # Not lazy, whatever the environment says: the store is ours only while we open.
-        gloo.create_device(interface=interface, lazy_init=False)
-        if interface
-        else gloo.create_default_device(lazy_init=False)
-    ]
-    options._threads = 0  # they run collectives; a send or receive has none
-    return options
 
 
 def _time_left(deadline: Deadline, rounds: int = 1) -> timedelta:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 
+from stagelink.errors import ConnectError
+from stagelink.transport.addresses import is_loopback
 from stagelink.transport.contract import API_VERSION, Capabilities, Transport, Verdict
+from stagelink.transport.host import server_id
 from stagelink.transport.lanes import HostLane
+from stagelink_gloo.addresses import named_address
 from stagelink_gloo.link import GlooReceiver, GlooSender
 from stagelink_gloo.pair import Pair, connect
 from stagelink_gloo.staged import StagedReceiver, StagedSender
 
 if TYPE_CHECKING:
-    from stagelink.transport.contract import Deadline, Link, Port, Receiver, Sender
+    from collections.abc import Mapping
+
+    from stagelink.transport.contract import Deadline, Link, Place, Port, Receiver, Sender
 
 __all__ = ["Gloo", "GlooOptions"]
 
@@ -25,8 +31,9 @@ class GlooOptions:
     """Options in ``[transports.gloo]``.
 
     Attributes:
-        interface: name of the network interface to use; None: the one that the host name resolves
-            to, or loopback where that is none of this machine's.
+        interface: name of the network interface to use; None: the one that the environment
+            variable ``GLOO_SOCKET_IFNAME`` names, else the address of the control connection with
+            the peer, which is loopback within a server.
     """
 
     interface: str | None = None
@@ -52,14 +59,35 @@ class Gloo(Transport):
 
     @classmethod
     def probe(cls, options: GlooOptions) -> Verdict:
-        """Usable where torch has gloo and the interface that the options name exists."""
+        """Usable where torch has gloo and the interface that is named can be used."""
         if not dist.is_available() or not dist.is_gloo_available():
             return Verdict(False, "this build of torch has no gloo")
-        known = [name for _, name in socket.if_nameindex()]
-        if options.interface is None or options.interface in known:
+        try:
+            named_address(options.interface)
+        except ConnectError as error:
+            return Verdict(False, str(error))
+        return Verdict(True)
+
+    def describe(self) -> Mapping[str, Any]:
+        """This host, and the address that the plan or the environment names, if one does."""
+        named = named_address(self.options.interface)
+        return {"host": server_id(), "named": None if named is None else list(named)}
+
+    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+        """Not between hosts where one of them is to be reached at loopback."""
+        del link
+        ends = sorted((local, remote), key=attrgetter("rank"))
+        if len({end.description.get("host") for end in ends}) == 1:
             return Verdict(True)
-        here = ", ".join(map(repr, known))
-        return Verdict(False, f"no network interface {options.interface!r} here, only {here}")
+        for end in ends:
+            address, reason = end.description.get("named") or (None, None)
+            if address is not None and is_loopback(address):
+                return Verdict(
+                    False,
+                    f"the other's host cannot reach rank {end.rank} at {address} ({reason}); name "
+                    f"another interface, or none: then it is the control connection's address",
+                )
+        return Verdict(True)
 
     def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
         """Open the sending end; the first end of a pair of ranks waits for the peer's.

@@ -29,6 +29,7 @@ __all__ = ["MAX_FDS", "Connection", "Frame", "close_all"]
 MAX_FDS = 253
 """File descriptors that one frame may carry: what the kernel takes at once."""
 
+_LOOPBACK = "127.0.0.1"
 _READ_BYTES = 64 * 1024
 _GONE = frozenset(
     {
@@ -68,6 +69,7 @@ class Connection:
 
     Attributes:
         number: what no other connection of this process has.
+        address: this host's address on it; loopback for a Unix socket.
         peer: the other end's rank, None until it has said HELLO.
         greeted: whether this end has said HELLO; only then may it say anything else.
         said_bye: whether the peer has said goodbye.
@@ -88,6 +90,7 @@ class Connection:
         self.greeted = False
         self.said_bye = False
         self.ended = False
+        self.address = _LOOPBACK if sock.family == socket.AF_UNIX else sock.getsockname()[0]
         self._passes_fds = sock.family == socket.AF_UNIX
         self._on_blocked = on_blocked
         self._on_handed = on_handed

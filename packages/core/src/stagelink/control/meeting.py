@@ -14,18 +14,22 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stagelink.control.fields import decode, encode
+from stagelink.control.listening import listen, own_address_by
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
 from stagelink.transport.header import VERSION
-from stagelink.transport.host import address_of, process_id
+from stagelink.transport.host import process_id, server_id
 
 if TYPE_CHECKING:
     from stagelink.control.connection import Connection, Frame
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
+    from stagelink.plan.model import Control
+    from stagelink.transport.addresses import Address
     from stagelink.transport.contract import Deadline
 
 __all__ = ["Meeting"]
@@ -33,6 +37,7 @@ __all__ = ["Meeting"]
 logger = logging.getLogger("stagelink")
 _BACKLOG = 4096
 _USER_TIMEOUT_MS = 10_000
+_OTHER_INTERFACE = "; [control] interface names another interface for it to listen at"
 _UNIX = sys.platform == "linux"  # abstract addresses and peer credentials
 
 
@@ -46,7 +51,7 @@ class Meeting:
         judge: called with a peer's rank and greeting before it is accepted; raises to refuse it,
             which fails the handler.
         server: name of this rank's server.
-        interface: network interface to listen on for ranks of other servers.
+        control: how to listen for ranks of other servers.
     """
 
     def __init__(
@@ -56,13 +61,13 @@ class Meeting:
         greeting: Mapping[str, Any],
         judge: Callable[[int, dict[str, Any]], None],
         server: str,
-        interface: str | None,
+        control: Control,
     ) -> None:
         self._plane = plane
         self._rendezvous = rendezvous
         self._judge = judge
         self._server = server
-        self._interface = interface
+        self._control = control
         self._token = rendezvous.token()
         self._process = process_id()
         self._hello = encode(
@@ -86,9 +91,11 @@ class Meeting:
             DisagreementError: a peer has another version, or was refused by ``judge``.
         """
         self._expected = frozenset(peers)
-        unix = self._listen_unix()
+        if self._control.interface is not None:  # said at once, also where nobody is far
+            self._address(elsewhere=False)
+        unix, host = self._listen_unix(), server_id()
         self._rendezvous.publish(
-            "unix", {"server": self._server, "wire": VERSION, "address": unix}
+            "unix", {"server": self._server, "host": host, "wire": VERSION, "address": unix}
         )
         addresses = self._rendezvous.read("unix", sorted(self._expected), deadline)
         for peer, address in addresses.items():
@@ -96,7 +103,7 @@ class Meeting:
         near = {p for p, a in addresses.items() if a["server"] == self._server and _UNIX}
         far = self._expected - near
         if far:
-            self._listen_tcp()
+            self._listen_tcp(elsewhere=any(addresses[p].get("host", host) != host for p in far))
         for peer in sorted(near):
             if peer > self._plane.rank:
                 self._dial_unix(peer, addresses[peer]["address"], deadline)
@@ -131,11 +138,33 @@ class Meeting:
         self._plane.listen(listener)
         return name
 
-    def _listen_tcp(self) -> None:
-        host = address_of(self._interface)
-        listener = socket.create_server((host, 0), backlog=_BACKLOG)
+    def _listen_tcp(self, *, elsewhere: bool) -> None:
+        address = self._address(elsewhere=elsewhere)
+        with self._named():
+            listener = listen(address, self._control.ports, _BACKLOG)
+        port = listener.getsockname()[1]
+        logger.info(
+            "rank %d: listens for ranks of other servers at %s, port %d (%s)",
+            self._plane.rank,
+            address.text,
+            port,
+            address.reason,
+        )
         self._plane.listen(listener)
-        self._rendezvous.publish("tcp", {"host": host, "port": listener.getsockname()[1]})
+        self._rendezvous.publish("tcp", {"host": address.text, "port": port})
+
+    def _address(self, *, elsewhere: bool) -> Address:
+        with self._named():
+            host = self._rendezvous.store_host
+            return own_address_by(self._control, host, elsewhere=elsewhere)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have an error say whose it is: it is told to others."""
+        try:
+            yield
+        except ConnectError as error:
+            raise ConnectError(f"rank {self._plane.rank}: {error}") from error.__cause__
 
     def _dial_unix(self, peer: int, name: str, deadline: Deadline) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -156,6 +185,7 @@ class Meeting:
             sock.close()
             raise ConnectError(
                 f"rank {self._plane.rank}: rank {peer} does not answer at {address!r}: {error}"
+                f"{'' if isinstance(address, str) else _OTHER_INTERFACE}"
             ) from error
         connection = self._plane.adopt(sock, lambda c: self._dialled.__setitem__(c, peer))
         self._plane.greet(connection, self._hello)

@@ -156,6 +156,10 @@ class Plane:
         """Ranks that this one is or was connected to."""
         return tuple(self._connections)
 
+    def address_with(self, peer: int) -> str:
+        """This host's address on the connection with a peer; loopback within a server."""
+        return self._connections[peer].address
+
     def post(
         self, peer: int, header: Header, note: bytes = b"", payload: bytes = b"", fds: Any = ()
     ) -> None:

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
+from stagelink.control.listening import store_host
 from stagelink.errors import ConnectError, PlanError, RankTakenError
 
 if TYPE_CHECKING:
@@ -186,11 +187,15 @@ class Rendezvous:
         rank: this rank.
         world_size: how many ranks there are.
 
+    Attributes:
+        store_host: host of the store, as this rank calls it; None where the store has none.
+
     Raises:
         RankTakenError: another process holds this rank in this run.
     """
 
     def __init__(self, store: Store, run: str, rank: int, world_size: int) -> None:
+        self.store_host = store_host(store)
         self._root = PrefixStore(f"stagelink/{run}", store)
         self._rank = rank
         self._world_size = world_size

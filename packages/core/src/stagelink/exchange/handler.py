@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Self
 
+from stagelink.control.listening import gloo_address_by
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
 from stagelink.exchange.eager import session_class
 from stagelink.schedule import UNTIL_END, Verdict, actions_of, check_microbatches, require, verify
@@ -218,6 +219,22 @@ class Handler:
     def on_failure(self, callback: Callable[[StagelinkError], None]) -> None:
         """Call back once when this handler fails; on any thread, and must return at once."""
         self._plane.on_failure(callback)
+
+    def gloo_address(self, *, elsewhere: bool) -> str:
+        """This host's address for such a group of gloo's, IPv4 or IPv6.
+
+        That of the interface which the variable ``GLOO_SOCKET_IFNAME`` or the plan names, else
+        loopback, or the one that other hosts reach. May block while names are resolved.
+
+        Args:
+            elsewhere: whether some of the group's members are on other hosts.
+
+        Raises:
+            ConnectError: the interface cannot be used, or other hosts cannot reach this one there;
+                or none is named, and nothing tells which address is to be used.
+        """
+        control, host = self.plan.control, self._engine.rendezvous.store_host
+        return gloo_address_by(control, host, elsewhere=elsewhere)
 
     def wait(self, future: Awaited, what: str, deadline_s: float | None = None) -> None:
         """Block until a future of the caller's own is done, or the pipeline has failed.

@@ -100,7 +100,7 @@ class Joint:
             greeting,
             self._judge,
             me.server,
-            self.plan.control.interface,
+            self.plan.control,
         )
         self.plane.start()
         meeting.meet(self._neighbours[self.rank], deadline)

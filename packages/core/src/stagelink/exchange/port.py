@@ -55,6 +55,10 @@ class _Port:
         return other_end(self.link, self.rank)
 
     @property
+    def address(self) -> str:
+        return self._wiring.plane.address_with(self.peer)
+
+    @property
     def window(self) -> int:
         return self._wiring.window_of(self.link)
 

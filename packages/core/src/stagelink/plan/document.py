@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from stagelink.plan.dtypes import DTYPE_BY_NAME, MAX_DIMS
 from stagelink.plan.model import ROUTINGS, SCHEDULES, Control, Limits
-from stagelink.plan.problems import unknown
+from stagelink.plan.problems import shown, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,6 +29,8 @@ UNKNOWN_NAME = "unknown_name"
 """Type of the errors whose message is already a whole text of ours."""
 
 _MAX_INT64 = 2**63 - 1
+_MAX_PORT = 65535
+_PORTS = 2
 _CONTROL = Control()
 _LIMITS = Limits()
 
@@ -53,6 +55,21 @@ def _one_of(kind: str, known: Iterable[str]) -> Callable[[str], str]:
     return check
 
 
+def _port_range(value: object) -> object:
+    """Two ports in ascending order, whatever is wrong with them told in one sentence."""
+    found = list(value) if isinstance(value, tuple) else value
+    sound = (
+        isinstance(found, list)
+        and len(found) == _PORTS
+        and all(type(port) is int and 1 <= port <= _MAX_PORT for port in found)
+        and found[0] <= found[1]
+    )
+    if found is None or (sound and isinstance(found, list)):
+        return found if found is None else tuple(found)
+    text = f"{shown(value)}: must be the first and the last port, as [20000, 20100]"
+    raise PydanticCustomError(UNKNOWN_NAME, "{text}", {"text": text})
+
+
 _T = TypeVar("_T")
 _List = Annotated[list[_T], BeforeValidator(_listed)]
 _Some = Annotated[list[_T], BeforeValidator(_listed), Field(min_length=1)]
@@ -64,6 +81,7 @@ _Index = Annotated[int, Field(ge=0, le=_MAX_INT64)]
 _Count = Annotated[int, Field(ge=1, le=_MAX_INT64)]
 _Size = Annotated[int, Field(ge=-1, le=_MAX_INT64)]
 _Seconds = Annotated[float, Field(gt=0)]
+_Ports = Annotated[tuple[int, int] | None, BeforeValidator(_port_range)]
 _Device = Annotated[str, AfterValidator(_one_of("device", ("cpu", "cuda")))]
 _DType = Annotated[str, AfterValidator(_one_of("dtype", DTYPE_BY_NAME))]
 _Schedule = Annotated[str, AfterValidator(_one_of("schedule", SCHEDULES))]
@@ -129,6 +147,7 @@ class ControlTable(_Table):
     interface: _Name | None = _CONTROL.interface
     inline_bytes: Annotated[int, Field(ge=0, le=65536)] = _CONTROL.inline_bytes
     spin_us: _Index = _CONTROL.spin_us
+    ports: _Ports = _CONTROL.ports
 
 
 class LimitsTable(_Table):

@@ -22,8 +22,8 @@ _NOT_GIVEN = "not given"
 def facts_of(plan: Plan) -> dict[str, str]:
     """The facts of a plan: "OWNER WORD" to a value's text, the last word free of spaces.
 
-    What each rank may choose for itself is left out: limits, interface, spin, observers, and the
-    number of microbatches, which a session agrees on.
+    What each rank may choose for itself is left out: limits, interface, ports, spin, observers,
+    and the number of microbatches, which a session agrees on.
     """
     return {f"{owner} {word}": _text(value) for owner, word, value in _facts(plan)}
 

@@ -162,14 +162,18 @@ class Control:
     """How the control plane connects.
 
     Attributes:
-        interface: network interface whose address control connections across servers listen on;
-            None: the address that this server's name resolves to.
+        interface: network interface at whose address this rank listens for control connections of
+            other servers; None: that of the route to the store's host, or what else tells it, see
+            `stagelink.transport.addresses.own_address`.
         inline_bytes: CPU payloads up to this size travel in the header's message (0 to 65536;
             0: never).
         spin_us: microseconds that a waiting caller polls before it blocks, where its last waits
             were shorter than that; 0: never.
+        ports: the first and the last port that this rank may listen at for control connections of
+            other servers; None: any.
     """
 
     interface: str | None = None
     inline_bytes: int = 8192
     spin_us: int = 100
+    ports: tuple[int, int] | None = None

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from stagelink.errors import DeadlineError, DisagreementError, TransportError
 from stagelink.transport.contract import Deadline
-from stagelink.transport.host import address_of
+from stagelink.transport.gloo_groups import gloo_group
+from stagelink.transport.host import server_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,20 +91,23 @@ class ReplicaGroup:
         self._by_gloo(what, built.result)
 
     def _build(self, store: Store) -> None:
-        store.set(f"here/{self._me}", "1")
+        host = server_id()
+        store.set(f"here/{self._me}", host)
         keys = [f"here/{replica}" for replica in range(self.size)]
         # Gloo waits for peers without an end but its time-out, so it is called when all are there.
         while not store.check(keys):
             if self._dropped:
                 return
             time.sleep(_PAUSE_S)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        host = address_of(self._comm.plan.control.interface)
-        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
-        options._threads = 1
-        options._timeout = timedelta(seconds=Deadline(self._deadline_s).remaining_s)
-        self._group = gloo(store, self._me, self.size, options)
+        elsewhere = any(store.get(key).decode() != host for key in keys)
+        self._group = gloo_group(
+            store,
+            self._me,
+            self.size,
+            address=self._comm.gloo_address(elsewhere=elsewhere),
+            timeout=timedelta(seconds=Deadline(self._deadline_s).remaining_s),
+            threads=1,
+        )
         if self._dropped:
             self.drop()
 

@@ -56,7 +56,7 @@ __all__ = [
     "Verdict",
 ]
 
-API_VERSION = (1, 0)
+API_VERSION = (1, 1)
 """Major and minor version of this contract.
 
 A transport states the version it was written for. The same major and a minor not newer than core's
@@ -226,6 +226,13 @@ class Port(Protocol):
     @property
     def peer(self) -> int:
         """The other end's rank."""
+
+    @property
+    def address(self) -> str:
+        """This host's address, IPv4 or IPv6, at which the peer is known to reach it.
+
+        That of the control connection between servers, and loopback within one.
+        """
 
     @property
     def window(self) -> int:

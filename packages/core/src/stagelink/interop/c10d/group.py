@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -19,7 +20,9 @@ from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions
 from stagelink.interop.c10d.tools import recorded, untraced
 from stagelink.interop.c10d.works import RecvWork, SendWork
+from stagelink.transport.addresses import check_reachable, is_loopback
 from stagelink.transport.contract import Deadline
+from stagelink.transport.gloo_groups import THREADS, VARIABLE, gloo_group, named_by_variable
 from stagelink.transport.header import Flag, Header, MessageKind
 from stagelink.transport.payload import dtype_of, raw_bytes, to_bytes
 
@@ -35,6 +38,9 @@ __all__ = ["StagelinkGroup", "register"]
 
 _NAME = "stagelink"
 _HASH_BYTES = 8
+_LOOPBACK = "127.0.0.1"
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+_YES = frozenset({"1", "t", "true", "y", "yes"})
 _MOST_TAG = 2**63 - 1
 _world: StagelinkGroup | None = None
 
@@ -118,7 +124,15 @@ class StagelinkGroup(dist.ProcessGroup):
     def _add_collectives(self, given: Any) -> None:
         store = dist.PrefixStore(f"collectives/{self._generation}", given.store)
         kinds = dist.ProcessGroup.BackendType
-        gloo = dist.ProcessGroupGloo(store, self._rank, given.group_size, given.timeout)
+        gloo = gloo_group(
+            store,
+            self._rank,
+            given.group_size,
+            address=self._address(),
+            timeout=given.timeout,
+            threads=THREADS,
+            lazy=os.environ.get(_LAZY, "").lower() in _YES,
+        )
         # Torch sets a group's time-out there, and messages keep to the same.
         self._options = gloo.options
         self._collectives = dist.ProcessGroup(store, self._rank, given.group_size)
@@ -134,6 +148,17 @@ class StagelinkGroup(dist.ProcessGroup):
             store = dist.PrefixStore("cuda", store)
             nccl = dist.ProcessGroupNCCL(store, self._rank, given.group_size, options)
             self._carry_out_by(torch.device("cuda"), kinds.NCCL, _checked(nccl, given, store))
+
+    def _address(self) -> str:
+        """The address at which the others reach this rank, as the connections with them show."""
+        plane = self._meshes["cpu"].plane
+        others = [plane.address_with(place) for place in self._places if place != plane.rank]
+        far = [address for address in others if not is_loopback(address)]
+        if (named := named_by_variable()) is None:
+            return far[0] if far else _LOOPBACK
+        if far:
+            check_reachable(named, VARIABLE)
+        return named.text
 
     def _carry_out_by(self, device: torch.device, kind: Any, backend: Any) -> None:
         for group in (self, self._collectives):

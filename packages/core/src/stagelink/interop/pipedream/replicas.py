@@ -9,9 +9,13 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from stagelink.control.listening import gloo_address_by, store_host
 from stagelink.errors import DeadlineError, StagelinkError
 from stagelink.interop.collectives import explained
+from stagelink.plan.model import Control
 from stagelink.runner.replicas import break_off
+from stagelink.transport.gloo_groups import THREADS, gloo_group
+from stagelink.transport.host import server_id
 
 if TYPE_CHECKING:
     from stagelink.exchange.handler import Handler
@@ -48,8 +52,13 @@ class _GlooGroup(dist.ProcessGroup):
         # Torch's stubs know another form only, whose result cannot be subclassed.
         super().__init__(given.group_rank, given.group_size)  # type: ignore[call-arg]
         kind = dist.ProcessGroup.BackendType.GLOO
-        self.gloo: Any = dist.ProcessGroupGloo(
-            given.store, given.group_rank, given.group_size, given.timeout
+        self.gloo: Any = gloo_group(
+            given.store,
+            given.group_rank,
+            given.group_size,
+            address=_address(given),
+            timeout=given.timeout,
+            threads=THREADS,
         )
         self.inner = dist.ProcessGroup(given.store, given.group_rank, given.group_size)
         for group in (self, self.inner):
@@ -86,6 +95,19 @@ class _GlooGroup(dist.ProcessGroup):
         except StagelinkError as cause:
             return cause
         return error  # unreachable: nothing completes the future
+
+
+def _address(given: Any) -> str:
+    """This host's address in the group; blocks until all members have said on which host they are.
+
+    Torch's own choice is what the host's name resolves to, which on many hosts is loopback.
+    """
+    mine = server_id()
+    given.store.set(f"host/{given.group_rank}", mine)
+    keys = [f"host/{member}" for member in range(given.group_size)]
+    given.store.wait(keys, given.timeout)
+    elsewhere = any(given.store.get(key).decode() != mine for key in keys)
+    return gloo_address_by(Control(), store_host(given.store), elsewhere=elsewhere)
 
 
 def backend_for(backend: str | None) -> str | None:

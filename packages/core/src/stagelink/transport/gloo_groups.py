@@ -1,0 +1,153 @@
+"""Groups of torch's gloo at an address of our choice, closed to strangers once they are complete.
+
+A gloo group listens for as long as it lives, and a process that has no file descriptor left when
+somebody connects is ended by gloo. Once every member is connected nobody has any business there:
+a filter on the listening socket then drops all that comes to it. Groups themselves are connected
+by sockets of their own and notice nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from stagelink.errors import ConnectError
+from stagelink.transport.addresses import Address, address_of
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import Store
+
+__all__ = ["THREADS", "VARIABLE", "gloo_group", "named_by_variable"]
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Torch's own environment variable for the interface of gloo."""
+
+THREADS = 2
+"""Of a group for collectives, as torch has it."""
+
+logger = logging.getLogger("stagelink")
+_SO_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""One instruction of the kernel's packet filter: return 0, the bytes to keep."""
+
+_making = threading.Lock()
+
+
+def named_by_variable() -> Address | None:
+    """The address of the interface that `VARIABLE` names; None where it names none.
+
+    Raises:
+        ConnectError: it names several, or one that cannot be used.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return None
+    if "," in name:
+        raise ConnectError(
+            f"{VARIABLE} = {name!r} names several interfaces, and a group here has one; name one"
+        )
+    return address_of(name, VARIABLE)
+
+
+def gloo_group(  # noqa: PLR0913 - what a group is made of
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    address: str,
+    timeout: timedelta,
+    threads: int,
+    lazy: bool = False,
+) -> Any:
+    """Connect a `ProcessGroupGloo`; blocks until every member has connected with this one.
+
+    Args:
+        store: for its members only.
+        rank: this member.
+        size: how many there are.
+        address: of this host, where the others reach it.
+        timeout: of connecting and of every operation.
+        threads: that carry out collectives; a send or receive needs none.
+        lazy: connect with each member when it is first needed; then it stays open to strangers.
+
+    Raises:
+        RuntimeError: the address is none of this host's, or the members did not connect.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    device, listener = _listening_device(address, lazy=lazy)
+    try:
+        options._devices = [device]
+        options._threads = threads
+        options._timeout = timeout
+        group = gloo(store, rank, size, options)
+        if listener is not None and not lazy:
+            _shut(listener)
+    finally:
+        if listener is not None:
+            listener.close()
+    return group
+
+
+def _listening_device(address: str, *, lazy: bool) -> tuple[Any, socket.socket | None]:
+    """A gloo device, and a handle of our own for the socket at which it listens."""
+    gloo: Any = dist.ProcessGroupGloo
+    with _making:  # one at a time, so that what is new is this one's
+        before = _sockets()
+        device = gloo.create_device(hostname=address, lazy_init=lazy)
+        new = _sockets().items() - before.items()
+        listeners = [found for fd, _ in new if (found := _listener(fd, address)) is not None]
+    if len(listeners) == 1:
+        logger.debug("gloo listens at %s, port %d", address, listeners[0].getsockname()[1])
+        return device, listeners[0]
+    # Not on Linux; or something else in this process began to listen there at the same moment.
+    for listener in listeners:
+        listener.close()
+    return device, None
+
+
+def _sockets() -> dict[int, str]:
+    """The sockets of this process, by descriptor."""
+    found = {}
+    with suppress(FileNotFoundError):  # there is no /proc
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the one that listed the folder is closed by now
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:"):
+                    found[int(name)] = target
+    return found
+
+
+def _listener(descriptor: int, address: str) -> socket.socket | None:
+    """The socket behind a descriptor, which is left alone, if it listens at the address."""
+    try:
+        found = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # another thread has closed it meanwhile
+        return None
+    with suppress(OSError):
+        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and found.family != socket.AF_UNIX and found.getsockname()[0] == address:
+            return found
+    found.close()
+    return None
+
+
+def _shut(listener: socket.socket) -> None:
+    """Have the kernel drop all that comes to a listening socket from now on."""
+    program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+    # The kernel's struct sock_fprog: how many instructions, and where they stand.
+    filter_ = struct.pack("HP", 1, ctypes.addressof(program))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
+    except OSError as error:
+        logger.debug("gloo's port stays open to strangers: %s", error)
