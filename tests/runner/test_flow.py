@@ -331,13 +331,8 @@ def test_buffers_are_those_of_the_last_microbatch(rank_pool: RankPool) -> None:
 
 
 def _no_items(comm: Handler) -> None:
-    runner = PipelineRunner(
-        comm,
-        build(line(2), comm.stage.index),
-        loss=_sum_loss,
-        optimizer=sgd(build(line(2), comm.stage.index)),
-        reduction="sum",
-    )
+    module = build(line(2), comm.stage.index)
+    runner = PipelineRunner(comm, module, loss=_sum_loss, optimizer=sgd(module), reduction="sum")
     batch = {"x": make_batches([2])[0]["x"], "target": torch.zeros(2, 0, dtype=torch.int64)}
     runner.train([batch, {**batch, "target": torch.zeros((0, 2))}] if comm.rank == 0 else None)
 

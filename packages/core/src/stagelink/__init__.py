@@ -37,7 +37,7 @@ from stagelink.exchange.handles import RecvHandle, SendHandle
 from stagelink.exchange.session import Session
 from stagelink.exchange.threads import in_one_process
 from stagelink.plan import Plan
-from stagelink.runner import PipelineRunner
+from stagelink.runner import BackwardDone, LossSum, PipelineRunner
 from stagelink.schedule import UNTIL_END, Action, Kind, Verdict, verify
 
 __version__ = version("stagelink")
@@ -46,6 +46,7 @@ __all__ = [
     "UNTIL_END",
     "AbortedError",
     "Action",
+    "BackwardDone",
     "ClosedError",
     "ConnectError",
     "DeadlineError",
@@ -53,6 +54,7 @@ __all__ = [
     "ForkedError",
     "Handler",
     "Kind",
+    "LossSum",
     "MessageError",
     "MessageTypeError",
     "NoTransportError",

@@ -54,11 +54,6 @@ class Epoch:
         self.batches = 0
         self.microbatches = 0
 
-    @property
-    def scored(self) -> int:
-        """Samples that the loss is a mean of."""
-        return self.items
-
     def run(
         self,
         open_session: Callable[..., Session],

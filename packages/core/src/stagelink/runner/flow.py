@@ -45,7 +45,6 @@ class Flow:
         batches: how many; known on a first stage only, elsewhere 0.
         items: their samples; the same.
         microbatches: how many in the whole pipeline, known on every rank.
-        scored: items of the targets that this rank compared with; on the last stage.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Flow:
         self._update = update
         self._sync = sync
         self._mean = mean
-        self.scored = 0
         self.batches = 0
         self.items = 0
         self.microbatches = 0
@@ -87,7 +85,6 @@ class Flow:
                 passage = _FlowPassage(self._comm, session, self._station, feed)
                 self._carry_out(session, passage, bar)
             self.microbatches = session.microbatches
-            self.scored = passage.scored
             if feed is not None:
                 self.batches, self.items = feed.batches, feed.items
 
@@ -151,7 +148,6 @@ class _FlowPassage(Passage):
         self._stage = comm.stage
         self._feed = feed
         self._rounds = 0
-        self.scored = 0
         self._warm_up = session.warm_up
         two = comm.plan.two_versions
         direct = self._warm_up == 0 and not two
@@ -186,6 +182,5 @@ class _FlowPassage(Passage):
             raise UsageError(
                 f"the target of microbatch {microbatch} has no items along a first dimension"
             )
-        self.scored += len(target)
         parts = self._plan.microbatches if self._plan.two_versions else 1
         return len(target), len(target) * parts

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stagelink.errors import UsageError
 from stagelink.runner import stage
 from stagelink.runner.batches import items_of
 from stagelink.schedule import Kind
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Passage", "Station"]
 
+_ALONE = "Expected more than 1 value per channel when training"
+"""How torch begins to say that a batch norm has one item only."""
+
 
 class Station(NamedTuple):
     """What stays the same from batch to batch.
@@ -30,12 +35,14 @@ class Station(NamedTuple):
         names: what it takes and gives.
         scores: counts loss and metrics on the last stage; None elsewhere.
         clock: is told where the time goes.
+        trains: whether anything here wants a gradient of the loss.
     """
 
     module: torch.nn.Module
     names: Names
     scores: Scores | None
     clock: Clock
+    trains: bool
 
 
 class _Kept(NamedTuple):
@@ -80,19 +87,52 @@ class Passage:
         tensors = self._take(microbatch)
         # Before the module, which may ask for a gradient of its input for purposes of its own.
         owing = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
-        with self._clock.computing:
+        items = self._items(microbatch, tensors)
+        with self._clock.computing, self._explained(microbatch, items):
             outputs = stage.forward(
-                self._module(microbatch),
-                self._names,
-                tensors,
-                self._station.scores,
-                self._items(microbatch, tensors),
+                self._module(microbatch), self._names, tensors, self._station.scores, items
             )
         if self._session.mode == "train":
-            self._kept[microbatch] = _Kept(owing if self._part is None else {}, outputs)
+            owed = owing if self._part is None else {}
+            self._check_graph(outputs, wanted=bool(owed) or self._station.trains)
+            self._kept[microbatch] = _Kept(owed, outputs)
         for name in self._names.produces:
             with self._clock.sending:
                 self._session.send(name, outputs[name], microbatch)
+
+    def _check_graph(self, outputs: Tensors, *, wanted: bool) -> None:
+        """Make sure that there is something to go backward from, where a gradient is wanted."""
+        scores = self._station.scores
+        if scores is None or scores.backward_done or not wanted:
+            return
+        for loss in outputs.values():
+            if loss is not None and not loss.requires_grad:
+                raise UsageError(
+                    "the loss does not depend on any parameter by a graph (detach(), argmax() and "
+                    "torch.no_grad() cut it): nothing would be trained; where it has run its own "
+                    "backward let it return stagelink.BackwardDone(…)"
+                )
+
+    @contextmanager
+    def _explained(self, microbatch: int, items: tuple[int, int]) -> Iterator[None]:
+        """Say of which cut a batch norm complains that was left alone with one item."""
+        try:
+            yield
+        except ValueError as error:
+            if _ALONE not in str(error) or items[0] > 1:
+                raise
+            raise UsageError(
+                f"{error}: {self._cut(microbatch, items[1])}; a batch norm needs two items in "
+                "each microbatch: give it larger batches or fewer microbatches, and leave small "
+                "last ones out (drop_last)"
+            ) from error
+
+    def _cut(self, microbatch: int, of_items: int) -> str:
+        """How a microbatch came by its items."""
+        return (
+            f"microbatch {microbatch} has one item, since a batch of {of_items} is cut into "
+            f"{self._session.microbatches} microbatches"
+        )
 
     def _take(self, microbatch: int) -> Tensors:
         if self._part is not None:

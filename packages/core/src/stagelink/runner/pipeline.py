@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stagelink.errors import UsageError
+from stagelink.runner.arguments import (
+    check_batches,
+    check_parts,
+    check_scores,
+    check_trainable,
+    steppers_of,
+)
 from stagelink.runner.epoch import Epoch
 from stagelink.runner.flow import Flow
+from stagelink.runner.losses import Loss, Metric, Reduction, module_of
 from stagelink.runner.names import Names
 from stagelink.runner.passage import Passage, Station
-from stagelink.runner.scores import Loss, Metric, Reduction, Scores, means
+from stagelink.runner.scores import Counted, Scores, means
+from stagelink.runner.state import State
 from stagelink.runner.step import OptimizerStep
 from stagelink.runner.stream import Output, Stream, passing
 from stagelink.runner.summary import Clock, Summary, shares_of_all
 from stagelink.runner.sync import ReplicaSync
+from stagelink.runner.trained import Trained
 from stagelink.schedule import replica_for
 
 if TYPE_CHECKING:
@@ -85,20 +95,25 @@ class PipelineRunner:
         clip_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
+        check_parts(comm, module)
         self._comm = comm
         self._module = module
         self._names = Names(module, comm.plan, comm.stage, scored=loss is not None)
+        self._metrics = check_scores(loss, reduction, metrics, last=self._names.last)
         self._loss = loss
-        self._optimizer = optimizer
-        self._reduction = reduction
-        self._metrics = dict(metrics or {})
+        self._reduction: Reduction = reduction
         self._progress = progress
-        self._scheduler = scheduler
-        self._clip_norm = clip_norm
-        self._check_arguments()
-        self._update = OptimizerStep(comm, module, optimizer, scheduler, clip_norm)
-        replicated = comm.stage.replicas > 1
-        self._sync = ReplicaSync(comm, module, optimizer) if replicated else None
+        steppers = steppers_of(optimizer, scheduler, clip_norm)
+        scoring = module_of(loss) if self._names.last else None
+        self._trained = Trained(module, scoring, steppers.optimizers)
+        check_trainable(comm, self._trained, loss, steppers)
+        self._trains = bool(steppers.optimizers)
+        self._update = OptimizerStep(comm, self._trained, steppers)
+        self._state = State(comm, module, scoring, self._trained, steppers)
+        self._sync: ReplicaSync | None = None
+        if comm.stage.replicas > 1:
+            clips = steppers.clip_norm is not None
+            self._sync = ReplicaSync(comm, self._trained, all_gradients=clips)
 
     # -- training
 
@@ -122,11 +137,12 @@ class PipelineRunner:
         """
         self._check_loss()
         self._check_trainable()
+        check_batches(self._comm, batches, first=self._names.first)
         clock = Clock(self._comm)
         if self._sync is not None:
             with clock.waiting:
                 self._sync.begin()
-        station = Station(self._module, self._names, self._scores({}), clock)
+        station = self._station({}, clock)
         if self._comm.plan.asynchronous:
             passed: Flow | Epoch = self._flow(batches, station)
         else:
@@ -136,7 +152,10 @@ class PipelineRunner:
         if self._sync is not None and passed.microbatches:
             with clock.waiting:
                 self._sync.copy_buffers(replica_for(self._comm.stage, passed.microbatches - 1))
-        return self._summary(passed, station)
+        summary = self._summary(passed, station)
+        if summary.batches:
+            self._update.end_epoch(summary.loss)
+        return summary
 
     def _flow(
         self, batches: Iterable[Mapping[str, torch.Tensor]] | None, station: Station
@@ -144,23 +163,25 @@ class PipelineRunner:
         mean = self._reduction == "mean"
         flow = Flow(self._comm, station, self._update, self._sync, mean=mean)
         flow.run(batches, self._title("train"))
-        # Only the first stage has seen batches, and only the last one targets.
+        # Only the first stage has seen batches.
         flow.batches, flow.items = map(int, self._comm.reduce([flow.batches, flow.items], "max"))
-        (flow.scored,) = map(int, self._comm.reduce([flow.scored]))
         return flow
 
     def _step(self, station: Station, session: Session, batch: Batch | None) -> None:
-        self._update.clear()
+        self._update.begin_batch()
         _pass(station, session, batch)
-        if self._sync is not None and self._optimizer is not None:
+        if self._sync is not None and self._trains:
             with station.clock.waiting:
                 self._sync.add_gradients()
+        scores = station.scores
+        counted = Counted() if scores is None else scores.finish_batch()
+        self._update.end_batch(station.clock, counted)
         self._update.take(station.clock)
 
     def _summary(self, epoch: Epoch | Flow, station: Station) -> Summary:
         shares = shares_of_all(self._comm, station.clock.fractions())
         (seconds,) = self._comm.reduce([station.clock.seconds], "max")
-        (loss,) = self._results(station.scores, epoch.scored, 1)
+        (loss,) = self._results(station.scores, 1)
         return Summary(loss, epoch.items, epoch.batches, seconds, shares)
 
     # -- evaluation
@@ -181,15 +202,16 @@ class PipelineRunner:
             StagelinkError: a rank failed; every rank gets its text.
         """
         self._check_loss()
+        check_batches(self._comm, batches, first=self._names.first)
         clock = Clock(self._comm)
-        station = Station(self._module, self._names, self._scores(self._metrics), clock)
+        station = self._station(self._metrics, clock)
         epoch = Epoch(self._comm, self._names, clock)
         with torch.no_grad(), _eval_mode(self._module):
             epoch.run(
                 self._comm.evaluate, batches, partial(_pass, station), self._title("evaluate")
             )
         names = ["loss", *self._metrics]
-        results = self._results(station.scores, epoch.items, len(names))
+        results = self._results(station.scores, len(names))
         return dict(zip(names, results, strict=True))
 
     # -- inference
@@ -217,6 +239,7 @@ class PipelineRunner:
             UsageError: a batch or the module's result is not as it should be.
             StagelinkError: a rank failed; every rank gets its text.
         """
+        check_batches(self._comm, batches, first=self._names.first)
         return Stream(self._stream(batches), self._comm.soon)
 
     def _stream(
@@ -228,72 +251,37 @@ class PipelineRunner:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this stage's module, optimizer and scheduler; alike on its replicas."""
-        optimizer = self._optimizer
-        return {
-            "stage": self._comm.stage.name,
-            "module": self._module.state_dict(),
-            "optimizer": None if optimizer is None else optimizer.state_dict(),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-        }
+        """The state of this stage: module, loss, optimizers, schedulers; alike on its replicas.
+
+        Of the loss where it is a module, on the last stage; and of tensors that an optimizer
+        holds though they are in neither. Where the runner has several optimizers or schedulers,
+        theirs are lists.
+        """
+        return self._state.get()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that `state_dict` gave; every replica of the stage loads the same.
 
         Raises:
-            UsageError: it is another stage's, or only one side has an optimizer or a scheduler.
+            UsageError: it is another stage's, or does not fit what the runner has.
         """
-        name = self._comm.stage.name
-        if state["stage"] != name:
-            raise UsageError(
-                f"rank {self._comm.rank}: this is the state of stage {state['stage']!r}; the rank "
-                f"holds stage {name!r}"
-            )
-        parts = {"optimizer": self._optimizer, "scheduler": self._scheduler}
-        for what, part in parts.items():
-            self._check_both_have(what, state[what] is not None, part is not None)
-        self._module.load_state_dict(state["module"])
-        for what, part in parts.items():
-            if part is not None:
-                part.load_state_dict(state[what])
+        self._state.put(state)
 
     # -- inside
 
-    def _check_both_have(self, what: str, state_has: bool, runner_has: bool) -> None:
-        if state_has != runner_has:
-            has, lacks = ("state", "runner") if state_has else ("runner", "state")
-            raise UsageError(
-                f"rank {self._comm.rank}: the {has} of stage {self._comm.stage.name!r} has an "
-                f"{what}, the {lacks} has none"
-            )
+    def _station(self, metrics: Mapping[str, Metric], clock: Clock) -> Station:
+        scores = None
+        if self._loss is not None and self._names.last:
+            apart = self._comm.plan.asynchronous
+            scores = Scores(self._loss, self._reduction, metrics, apart=apart)
+        return Station(self._module, self._names, scores, clock, trains=self._trained.any())
 
-    def _scores(self, metrics: Mapping[str, Metric]) -> Scores | None:
-        if self._loss is None or not self._names.last:
-            return None
-        return Scores(self._loss, self._reduction, metrics)
-
-    def _results(self, scores: Scores | None, items: int, count: int) -> list[float]:
-        own = [0.0] * count if scores is None else scores.totals()
-        return means(self._comm.reduce(own), items, self._reduction)
+    def _results(self, scores: Scores | None, count: int) -> list[float]:
+        own = [0.0] * (2 * count) if scores is None else scores.totals()
+        return means(self._comm.reduce(own), self._reduction)
 
     def _title(self, doing: str) -> str | None:
         return doing if self._progress and self._comm.rank == 0 else None
-
-    def _check_arguments(self) -> None:
-        known = get_args(Reduction)
-        if self._reduction not in known:
-            raise UsageError(f"reduction {self._reduction!r}: must be one of {known}")
-        if self._clip_norm is not None and not self._clip_norm > 0:
-            raise UsageError(f"clip_norm {self._clip_norm!r}: must be above 0, or None")
-        if self._clip_norm is not None and self._comm.plan.asynchronous:
-            raise UsageError(
-                f"clip_norm: with the schedule {self._comm.plan.schedule!r} the stages step at "
-                "different times, so there is no norm of all their gradients"
-            )
-        if "loss" in self._metrics:
-            raise UsageError("metric 'loss': the name is taken by the loss itself")
-        if self._names.last and self._loss is not None:
-            self._check_reduction()
 
     def _check_loss(self) -> None:
         if self._names.last and self._loss is None:
@@ -302,16 +290,15 @@ class PipelineRunner:
                 "the runner a loss"
             )
 
-    def _check_reduction(self) -> None:
-        own = getattr(self._loss, "reduction", self._reduction)
-        if own != self._reduction:
-            raise UsageError(f"the loss has reduction {own!r}, the runner {self._reduction!r}")
-
     def _check_trainable(self) -> None:
         if self._comm.plan.schedule == "forward":
             raise UsageError("schedule 'forward' has no backwards; this plan can only evaluate")
-        trains = any(parameter.requires_grad for parameter in self._module.parameters())
-        if trains and self._optimizer is None:
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                f"rank {self._comm.rank}: train() was called under torch.no_grad() or "
+                "inference_mode(), where there are no gradients"
+            )
+        if self._trained.any() and not self._trains:
             raise UsageError(
                 f"rank {self._comm.rank}: the module of stage {self._comm.stage.name!r} has "
                 "parameters to train: give the runner an optimizer, or freeze them with "

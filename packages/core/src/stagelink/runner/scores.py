@@ -1,43 +1,75 @@
-"""Loss and metrics on the last stage, added up over the microbatches of an epoch."""
+"""Loss and metrics on the last stage, added up over the microbatches of a batch and an epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 
 from stagelink.errors import UsageError
+from stagelink.runner.losses import (
+    BackwardDone,
+    Loss,
+    LossSum,
+    Metric,
+    Reduction,
+    counting,
+    is_mean_of_unknown,
+    one_number,
+)
 
-__all__ = ["Loss", "Metric", "Reduction", "Scores", "means"]
+__all__ = ["Counted", "Scores", "means"]
 
-Loss = Callable[[Any, Any], torch.Tensor]
-"""Takes what the last stage's module returned and the target; gives one number."""
+_Total = torch.Tensor | float
 
-Metric = Callable[[Any, Any], torch.Tensor]
-"""Takes the same; gives one number, the mean over the items of a microbatch."""
 
-Reduction = Literal["mean", "sum"]
-"""How a loss makes one number of many items."""
+class Counted(NamedTuple):
+    """What a batch's losses on this rank say of how its gradients are to be scaled.
+
+    Attributes:
+        counts: whether they were `LossSum`; None where there was none.
+        weight: the sum of their weights, in the unit that the gradients are of now.
+    """
+
+    counts: bool | None = None
+    weight: float = 0.0
 
 
 class Scores:
     """Loss and metrics of a rank's microbatches.
 
-    The losses of a batch's microbatches add up to that of one process with the whole batch: with
-    ``"mean"`` a microbatch weighs its items over the batch's items, with ``"sum"`` 1.
+    The losses of a batch's microbatches add up to that of one process with the whole batch. With
+    ``"mean"`` a microbatch weighs its items over the batch's items; where the loss says what it
+    counted, its sum is taken, to be divided by the batch's weight once that is known. With
+    ``"sum"`` it weighs 1.
 
     Args:
         loss: the loss.
         reduction: how it makes one number of many items.
         metrics: by name.
+        apart: whether each microbatch's mean counts for itself, as in an asynchronous schedule.
+
+    Attributes:
+        backward_done: whether the last loss has run its own backward.
     """
 
-    def __init__(self, loss: Loss, reduction: Reduction, metrics: Mapping[str, Metric]) -> None:
-        self._loss = loss
-        self._mean = reduction == "mean"
-        self._metrics = metrics
-        self._totals: list[torch.Tensor | float] = [0.0] * (1 + len(metrics))
+    def __init__(
+        self, loss: Loss, reduction: Reduction, metrics: Mapping[str, Metric], *, apart: bool
+    ) -> None:
+        mean = reduction == "mean"
+        self._mean = mean
+        self._apart = apart
+        self._loss = (counting(loss) if mean else None) or loss
+        self._must_count = mean and is_mean_of_unknown(loss)
+        self._metrics = {name: counting(metric) or metric for name, metric in metrics.items()}
+        self._sums: list[_Total] = [0.0] * (1 + len(metrics))
+        self._weights: list[_Total] = [0.0] * (1 + len(metrics))
+        self._counts: bool | None = None
+        self._weight: _Total = 0.0
+        self.backward_done = False
 
     def add(self, output: Any, target: Any, items: int, of_items: int) -> torch.Tensor:
         """Count one microbatch.
@@ -54,30 +86,96 @@ class Scores:
         Raises:
             UsageError: loss or metric is not one number.
         """
-        loss = _number("the loss", self._loss(output, target))
-        self._count(0, loss, items if self._mean else 1)
+        result = self._loss(output, target)
+        self.backward_done = isinstance(result, BackwardDone)
+        if isinstance(result, BackwardDone):
+            result = result.loss
+            self._check_done(counts=isinstance(result, LossSum))
+        share = self._share(result, items, of_items)
         for place, (name, metric) in enumerate(self._metrics.items(), start=1):
-            self._count(place, _number(f"metric {name!r}", metric(output, target)), items)
-        return loss * (items / of_items) if self._mean else loss
+            what, value = f"metric {name!r}", metric(output, target)
+            if isinstance(value, LossSum):
+                self._count(place, *_pair(what, value))
+            else:
+                self._count(place, one_number(what, value) * items, items)
+        return share.detach() if self.backward_done else share
 
-    def _count(self, place: int, value: torch.Tensor, weight: int) -> None:
+    def _share(self, result: object, items: int, of_items: int) -> torch.Tensor:
+        self._check_kind(counts=isinstance(result, LossSum))
+        if not isinstance(result, LossSum):
+            loss = one_number("the loss", result)
+            self._count(0, loss * items if self._mean else loss, items)
+            return loss * (items / of_items) if self._mean else loss
+        total, weight = _pair("the loss", result)
+        self._count(0, total, weight)
+        if self._apart:
+            # A microbatch that counts nothing has no mean, and no gradient.
+            counted = torch.as_tensor(weight, device=total.device).double()
+            each = torch.where(counted == 0, 0.0, 1 / counted).to(total.dtype)
+            return total * each * (items / of_items)
+        # Only the batch's end tells its weight. Its items stand in, so that halves have room.
+        unit = 1 if self.backward_done else of_items
+        self._weight = self._weight + weight / unit
+        return total / unit
+
+    def _count(self, place: int, value: torch.Tensor, weight: _Total) -> None:
         # Stays on its device: to ask for the number would wait for a GPU.
-        self._totals[place] = self._totals[place] + value.detach().double().reshape(()) * weight
+        self._sums[place] = self._sums[place] + value.detach().double().reshape(())
+        self._weights[place] = self._weights[place] + weight
+
+    def _check_kind(self, *, counts: bool) -> None:
+        if counts and not self._mean:
+            raise UsageError(
+                "the loss returned a LossSum, which makes a mean; with reduction='sum' return its "
+                "sum, or give the runner reduction='mean'"
+            )
+        if self._must_count and not counts:
+            raise UsageError(
+                "the loss derives from a cross entropy of torch and has a forward of its own, so "
+                "what its mean counts is not known: let it return "
+                "stagelink.LossSum(sum, weight)"
+            )
+        if self._counts is not None and counts != self._counts:
+            one, other = ("one number", "a LossSum") if counts else ("a LossSum", "one number")
+            raise UsageError(f"the loss returned {one} before and {other} now: keep to one")
+        self._counts = counts
+
+    def _check_done(self, *, counts: bool) -> None:
+        if self._mean and not counts:
+            raise UsageError(
+                "the loss has run its own backward, and its mean over items cannot be weighed any "
+                "more: make it a sum, with reduction='sum' or by BackwardDone(LossSum(…))"
+            )
+        if self._mean and self._apart:
+            raise UsageError(
+                "the loss has run its own backward of a LossSum; an asynchronous schedule does "
+                "not divide it any more: use reduction='sum'"
+            )
+
+    def finish_batch(self) -> Counted:
+        """What the batch's losses counted here, before the next one begins. Waits for a GPU."""
+        found = Counted(self._counts, float(self._weight))
+        self._weight = 0.0
+        return found
 
     def totals(self) -> list[float]:
-        """The loss and each metric, to be added over ranks and given to `means`."""
-        return [float(total) for total in self._totals]
+        """Loss and metrics, to be added over ranks and given to `means`: sums, then weights."""
+        return [float(total) for total in [*self._sums, *self._weights]]
 
 
-def means(totals: Sequence[float], items: int, reduction: Reduction) -> list[float]:
-    """All ranks' totals as results: per item, but for a loss that is a sum; nan without items."""
-    over = items or float("nan")
-    loss = totals[0] / over if reduction == "mean" else totals[0]
-    return [loss, *(total / over for total in totals[1:])]
+def means(totals: Sequence[float], reduction: Reduction) -> list[float]:
+    """All ranks' totals as results: means, but for a loss that is a sum; nan without a weight."""
+    half = len(totals) // 2
+    sums, weights = totals[:half], totals[half:]
+    results = [s / w if w else math.nan for s, w in zip(sums, weights, strict=True)]
+    return [sums[0], *results[1:]] if reduction == "sum" else results
 
 
-def _number(what: str, value: object) -> torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value
-    got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    raise UsageError(f"{what} must be a tensor with one element, made of all items; got {got}")
+def _pair(what: str, value: LossSum) -> tuple[torch.Tensor, _Total]:
+    total = one_number(f"{what}'s sum", value.sum)
+    weight: object = value.weight
+    if isinstance(weight, torch.Tensor):
+        return total, one_number(f"{what}'s weight", weight).detach().double().reshape(())
+    if isinstance(weight, Real) and 0 <= float(weight) < math.inf:
+        return total, float(weight)
+    raise UsageError(f"{what}'s weight must be a number that is not negative; got {weight!r}")

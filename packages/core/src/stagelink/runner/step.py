@@ -1,20 +1,42 @@
-"""The optimizer step of one stage: clipping by the norm over all stages, step, schedule."""
+"""The optimizer step of one stage: scale, clip by the norm over all stages, step, schedule."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from stagelink.errors import UsageError
 
 if TYPE_CHECKING:
     from stagelink.exchange.handler import Handler
+    from stagelink.runner.scores import Counted
     from stagelink.runner.summary import Clock
+    from stagelink.runner.trained import Trained
 
-__all__ = ["OptimizerStep"]
+__all__ = ["OptimizerStep", "Steppers"]
 
 _NOT_ZERO = 1e-6
 """What torch's own clipping adds to the norm before it divides."""
+
+
+class Steppers(NamedTuple):
+    """What changes a stage's parameters, and how fast.
+
+    Attributes:
+        optimizers: stepped in this order; none where nothing is trained.
+        schedulers: of their learning rates.
+        clip_norm: bound on the norm of all stages' gradients together, the same on every rank;
+            None for none.
+    """
+
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    schedulers: Sequence[LRScheduler] = ()
+    clip_norm: float | None = None
 
 
 class OptimizerStep:
@@ -22,58 +44,115 @@ class OptimizerStep:
 
     Args:
         comm: the handler.
-        module: the stage's module.
-        optimizer: of its parameters; None where nothing is trained.
-        scheduler: of the optimizer's learning rate, stepped after it; None for none.
-        clip_norm: bound on the norm of all stages' gradients together, the same on every rank;
-            None for none.
+        trained: the stage's parameters.
+        steppers: what steps them.
     """
 
-    def __init__(
-        self,
-        comm: Handler,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-        clip_norm: float | None,
-    ) -> None:
+    def __init__(self, comm: Handler, trained: Trained, steppers: Steppers) -> None:
         self._comm = comm
-        self._module = module
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._clip_norm = clip_norm
+        self._trained = trained
+        self._steppers = steppers
+        self._beside: list[torch.Tensor] = []
+        self._set_aside: list[torch.Tensor | None] = []
+        self._counts: bool | None = None
 
     def clear(self) -> None:
         """Forget the gradients of the batch before."""
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._steppers.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
-    def take(self, clock: Clock) -> None:
-        """Clip, step, and move the learning rate; with clipping it waits for every rank."""
-        if self._clip_norm is not None:
+    def begin_batch(self) -> None:
+        """Forget the gradients of the batch before; those that no optimizer clears are kept.
+
+        They are set aside until `end_batch`, so that what is done to this batch's gradients is
+        not done to them again.
+        """
+        self.clear()
+        self._beside = self._trained.beside()
+        self._set_aside = [parameter.grad for parameter in self._beside]
+        for parameter in self._beside:
+            parameter.grad = None
+
+    def end_batch(self, clock: Clock, counted: Counted) -> None:
+        """Scale the batch's gradients as the loss and the bound on the norm ask.
+
+        Waits for every rank: with a bound, where the loss says what it counted, and in the first
+        batch, to hear whether it does.
+
+        Args:
+            clock: is told of the wait.
+            counted: what the batch's losses counted on this rank.
+
+        Raises:
+            UsageError: the loss does not keep to one kind of result, or its weights make no sense.
+        """
+        self._scale_counted(clock, counted)
+        for parameter, before in zip(self._beside, self._set_aside, strict=True):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self._beside, self._set_aside = [], []
+        if self._steppers.clip_norm is not None:
             with clock.waiting:
                 norm = self._norm_of_all_stages()
-            self._scale(self._clip_norm / (norm + _NOT_ZERO))
+            factor = self._steppers.clip_norm / (norm + _NOT_ZERO)
+            # A norm that is no number makes it none: the gradients then say so, as in torch.
+            if not factor >= 1.0:
+                self._scale(factor)
+
+    def take(self, clock: Clock) -> None:
+        """Step, and move the learning rates."""
         with clock.computing:
-            if self._optimizer is not None:
-                self._optimizer.step()
-            if self._scheduler is not None:
-                self._scheduler.step()
+            for optimizer in self._steppers.optimizers:
+                optimizer.step()
+            for scheduler in self._steppers.schedulers:
+                if not isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step()
+
+    def end_epoch(self, loss: float) -> None:
+        """Move the learning rates that wait for the loss of an epoch."""
+        for scheduler in self._steppers.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(loss)
+
+    def _scale_counted(self, clock: Clock, counted: Counted) -> None:
+        if self._counts is not False:
+            with clock.waiting:
+                counts, weight = self._comm.reduce([bool(counted.counts), counted.weight])
+            if self._counts is None:
+                self._counts = counts > 0
+            if not weight >= 0:
+                raise UsageError(f"the weights of a batch's losses add up to {weight}")
+            # Where nothing was counted, nothing was learnt: the gradients are zeros.
+            if self._counts and weight not in {0.0, 1.0}:
+                self._scale(1 / weight)
+        if counted.counts not in {None, self._counts}:
+            kinds = ("a LossSum", "one number")
+            here, elsewhere = kinds if counted.counts else reversed(kinds)
+            raise UsageError(
+                f"the loss returned {here} on rank {self._comm.rank}, and {elsewhere} before or "
+                "on another rank: keep to one"
+            )
 
     def _gradients(self) -> list[torch.Tensor]:
-        parameters = self._module.parameters()
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        tensors = [*self._trained.stepped(), *self._trained.beside()]
+        return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
     def _norm_of_all_stages(self) -> float:
-        own = 0.0
-        if self._comm.replica == 0:  # the others have the same gradients
-            for gradient in self._gradients():
-                own += float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+        # Replicas have the same gradients: one of them counts.
+        own = _sum_of_squares(self._gradients()) if self._comm.replica == 0 else 0.0
         (total,) = self._comm.reduce([own])
         return math.sqrt(total)
 
     def _scale(self, factor: float) -> None:
-        # A norm that is no number makes the factor none: the gradients then say so, as in torch.
-        if not factor >= 1.0:
-            for gradient in self._gradients():
-                gradient.mul_(factor)
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+
+
+def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:
+    norms: defaultdict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+        real = torch.view_as_real(dense) if dense.is_complex() else dense
+        norms[gradient.device].append(torch.linalg.vector_norm(real, dtype=torch.float64))
+    # One wait for each device, not for each gradient.
+    return sum(float(torch.stack(of_one).square().sum()) for of_one in norms.values())

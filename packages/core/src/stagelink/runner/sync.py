@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from stagelink.exchange.handler import Handler
+    from stagelink.runner.trained import Trained
 
 __all__ = ["ReplicaSync"]
 
 _SHAPES = (
-    "what the optimizer trains, or the module's buffers, differ in number, order, shape or dtype"
+    "what the optimizers train, or the buffers of module and loss, differ in number, order, shape "
+    "or dtype"
 )
 _VALUES = (
     "they start with different weights; make them alike (torch.manual_seed before the module is "
@@ -33,19 +35,17 @@ class ReplicaSync:
 
     Args:
         comm: the handler.
-        module: the stage's.
-        optimizer: what steps its parameters, if anything does.
+        trained: the stage's parameters.
+        all_gradients: whether those that no optimizer steps are wanted, too: for a norm of all.
 
     Raises:
         StagelinkError: from every call, see `ReplicaGroup`.
     """
 
-    def __init__(
-        self, comm: Handler, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> None:
+    def __init__(self, comm: Handler, trained: Trained, *, all_gradients: bool) -> None:
         self._comm = comm
-        self._module = module
-        self._optimizer = optimizer
+        self._of_stage = trained
+        self._all_gradients = all_gradients
         self._group: ReplicaGroup | None = None
         self._trained: list[torch.Tensor] = []
         self._gradients: list[GradientBuffer] = []
@@ -57,12 +57,14 @@ class ReplicaSync:
             DisagreementError: their tensors differ in number, order, shape or dtype; before the
                 first epoch, also if in their values.
         """
-        trained, buffers = _trained(self._optimizer), [*self._module.buffers()]
+        trained, buffers = self._of_stage.stepped(), self._of_stage.buffers()
+        if self._all_gradients:
+            trained += self._of_stage.beside()
         is_new = self._group is None
         group = self._replicas()
         group.agree(_digest(_layout(tensor) for tensor in [*trained, *buffers]), _SHAPES)
         if is_new:
-            tensors = dict.fromkeys([*trained, *self._module.parameters(), *buffers])
+            tensors = dict.fromkeys([*trained, *self._of_stage.parameters(), *buffers])
             group.agree(_digest(_content(tensor) for tensor in tensors), _VALUES)
         if [*map(id, trained)] != [*map(id, self._trained)]:
             self._trained = trained
@@ -94,8 +96,8 @@ class ReplicaSync:
             gradients.hand_out(mean=mean)
 
     def copy_buffers(self, replica: int) -> None:
-        """Replace the module's buffers (running statistics) by those of one replica."""
-        buffers = list(self._module.buffers())
+        """Replace the buffers (running statistics) by those of one replica."""
+        buffers = self._of_stage.buffers()
         if not buffers:
             return
         flat = torch.cat([to_bytes(buffer).cpu() for buffer in buffers])
@@ -110,11 +112,6 @@ class ReplicaSync:
         if self._group is None:
             self._group = ReplicaGroup(self._comm)
         return self._group
-
-
-def _trained(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [tensor for group in groups for tensor in group["params"] if tensor.requires_grad]
 
 
 def _buffers(parameters: Sequence[torch.Tensor], multiple: int) -> list[GradientBuffer]:

@@ -1,0 +1,265 @@
+"""What a runner is made of and called with: refused at once where it could not be used."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import Parameter
+from numbers import Real
+from typing import Any, get_args
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from stagelink.errors import UsageError
+from stagelink.exchange.handler import Handler
+from stagelink.runner.losses import Reduction, module_of, reduction_of
+from stagelink.runner.step import Steppers
+from stagelink.runner.trained import Trained, held_by
+
+__all__ = [
+    "check_batches",
+    "check_parts",
+    "check_scores",
+    "check_trainable",
+    "steppers_of",
+]
+
+
+def check_parts(comm: object, module: object) -> None:
+    """Make sure that a runner is given a handler and a module.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not isinstance(comm, Handler):
+        raise UsageError(
+            f"comm is {_a(comm)}; it must be the handler that stagelink.connect gives"
+        )
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(
+            f"module is {_a(module)}; it must be a torch.nn.Module{_instance(module)}"
+        )
+
+
+def check_scores(
+    loss: object, reduction: object, metrics: object, *, last: bool
+) -> dict[str, Callable[..., Any]]:
+    """Make sure that loss and metrics can be called, and are what the reduction says.
+
+    Args:
+        loss: the loss, or None.
+        reduction: how it makes one number of many items.
+        metrics: by name, or None.
+        last: whether this is the stage that uses them.
+
+    Returns:
+        The metrics.
+
+    Raises:
+        UsageError: something is not as it should be.
+    """
+    known = get_args(Reduction)
+    if not isinstance(reduction, str) or reduction not in known:
+        raise UsageError(f"reduction {reduction!r}: must be one of {known}")
+    if loss is not None:
+        _check_function("loss", loss)
+    own = reduction_of(loss)
+    if last and loss is not None and own not in {None, reduction}:
+        raise UsageError(f"the loss has reduction {own!r}, the runner {reduction!r}")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics is {_a(metrics)}; it must be a mapping from names to functions")
+    found = dict(metrics or {})
+    for name, metric in found.items():
+        _check_metric(name, metric)
+    return found
+
+
+def _check_metric(name: object, metric: object) -> None:
+    if not isinstance(name, str):
+        raise UsageError(f"a metric's name is {_a(name)}, {name!r}; it must be a string")
+    if name == "loss":
+        raise UsageError("metric 'loss': the name is taken by the loss itself")
+    _check_function(f"metric {name!r}", metric)
+    own = reduction_of(metric)
+    if own not in {None, "mean"}:
+        raise UsageError(f"metric {name!r} has reduction {own!r}; a metric is a mean")
+
+
+def _check_function(what: str, value: object) -> None:
+    if isinstance(value, type) or not callable(value):
+        raise UsageError(
+            f"{what} is {_a(value)}; it must be a function of output and target{_instance(value)}"
+        )
+
+
+def steppers_of(optimizer: object, scheduler: object, clip_norm: object) -> Steppers:
+    """What steps the parameters, each in a list of its own.
+
+    Args:
+        optimizer: one, several in a list or tuple, or None.
+        scheduler: the same.
+        clip_norm: bound on the norm of the gradients, or None.
+
+    Raises:
+        UsageError: one cannot be stepped here, or they do not belong together.
+    """
+    optimizers = _several("optimizer", optimizer)
+    for one in optimizers:
+        _check_optimizer(one)
+    schedulers = _several("scheduler", scheduler)
+    for one in schedulers:
+        _check_scheduler(one, optimizers)
+    if clip_norm is None:
+        return Steppers(optimizers, schedulers)
+    if not isinstance(clip_norm, Real) or clip_norm is True or not float(clip_norm) > 0:
+        raise UsageError(f"clip_norm {clip_norm!r}: must be above 0, or None")
+    return Steppers(optimizers, schedulers, float(clip_norm))
+
+
+def _several(what: str, value: object) -> list[Any]:
+    if value is None:
+        return []
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not found:
+        raise UsageError(f"{what} is an empty {type(value).__name__}: give one, or None")
+    if len({id(one) for one in found}) < len(found):
+        raise UsageError(f"{what}: the same one is there twice, and would step twice")
+    return found
+
+
+def _check_optimizer(value: Any) -> None:
+    lacks = [name for name in ("step", "zero_grad") if not callable(getattr(value, name, None))]
+    lacks += ["param_groups"] * (not isinstance(getattr(value, "param_groups", None), Sequence))
+    if isinstance(value, type) or lacks:
+        without = f" without {', '.join(lacks)}" if lacks else ""
+        raise UsageError(
+            f"optimizer is {_a(value)}{without}; it must be a torch.optim.Optimizer, or a list of "
+            f"them{_instance(value)}"
+        )
+    if wanted := _required(value):
+        raise UsageError(
+            f"optimizer {type(value).__name__}: its step() wants {wanted}; a closure would run "
+            "forward and backward of the whole model, which the schedule does: use an optimizer "
+            "whose step() needs nothing"
+        )
+
+
+def _check_scheduler(value: Any, optimizers: Sequence[Any]) -> None:
+    if isinstance(value, type) or not callable(getattr(value, "step", None)):
+        raise UsageError(
+            f"scheduler is {_a(value)}; it must be a torch.optim.lr_scheduler.LRScheduler, or a "
+            f"list of them{_instance(value)}"
+        )
+    name = type(value).__name__
+    if isinstance(value, ReduceLROnPlateau):
+        if value.mode != "min":
+            raise UsageError(
+                f"scheduler {name} has mode {value.mode!r}; it is given the loss of each epoch, "
+                "which falls: use mode='min'"
+            )
+    elif wanted := _required(value):
+        raise UsageError(
+            f"scheduler {name}: its step() wants {wanted}; of those that do, only "
+            "ReduceLROnPlateau is served, with the loss of each epoch: step this one yourself"
+        )
+    of = getattr(value, "optimizer", None)
+    if not optimizers or (of is not None and not any(of is one for one in optimizers)):
+        raise UsageError(
+            f"scheduler {name} is of another optimizer than the runner's: give both, made for "
+            "each other"
+        )
+
+
+def _required(stepper: object) -> str:
+    """The arguments without which its ``step`` cannot be called."""
+    step = getattr(type(stepper), "step", None)  # the object's own may be wrapped by a scheduler
+    try:
+        _, *parameters = inspect.signature(step).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a function that does not say
+        return ""
+    free = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    names = [p.name for p in parameters if p.default is Parameter.empty and p.kind not in free]
+    return ", ".join(map(repr, names))
+
+
+def check_trainable(comm: Handler, trained: Trained, loss: object, steppers: Steppers) -> None:
+    """Make sure that optimizers, module and loss belong to each other on this stage.
+
+    Args:
+        comm: the handler.
+        trained: the stage's parameters.
+        loss: as the runner was given it, on whatever stage.
+        steppers: what steps the parameters.
+
+    Raises:
+        UsageError: they do not.
+    """
+    where = f"rank {comm.rank}, stage {comm.stage.name!r}"
+    if steppers.clip_norm is not None and comm.plan.asynchronous:
+        raise UsageError(
+            f"clip_norm: with the schedule {comm.plan.schedule!r} the stages step at different "
+            "times, so there is no norm of all their gradients"
+        )
+    held = {id(tensor) for tensor in held_by(steppers.optimizers)}
+    own = trained.parameters()
+    last = comm.stage.index == len(comm.plan.stages) - 1
+    scoring = module_of(loss)
+    if not last and scoring is not None and not held.isdisjoint(map(id, scoring.parameters())):
+        raise UsageError(
+            f"{where}: the optimizer holds parameters of the loss, which is computed on stage "
+            f"{comm.plan.stages[-1].name!r}: leave them to an optimizer there"
+        )
+    wants = any(parameter.requires_grad for parameter in own)
+    if held and wants and held.isdisjoint(map(id, own)):
+        raise UsageError(
+            f"{where}: the optimizer holds {len(held)} tensors, and none of the {len(own)} "
+            "parameters of the module: make it of this module's parameters"
+        )
+    if comm.plan.asynchronous or comm.stage.replicas > 1:
+        _check_initialized(where, own)
+
+
+def _check_initialized(where: str, parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if is_lazy(parameter):
+            raise UsageError(
+                f"{where}: the module has parameters without a shape yet (a lazy layer); run it "
+                "on an example before the runner is made"
+            )
+
+
+def check_batches(comm: Handler, batches: object, *, first: bool) -> None:
+    """Make sure that a first stage is given something to take batches from.
+
+    Args:
+        comm: the handler.
+        batches: what the caller gave.
+        first: whether this stage takes them.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not first:
+        return
+    if batches is None:
+        raise UsageError(
+            f"rank {comm.rank}: stage {comm.stage.name!r} receives nothing, so it needs batches"
+        )
+    single = isinstance(batches, (Mapping, torch.Tensor, str, bytes))
+    if single or (not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__")):
+        raise UsageError(
+            f"batches is {_a(batches)}; it must be an iterable of batches, each a mapping from "
+            "names to tensors, as [{'image': x, 'target': y}]"
+        )
+
+
+def _a(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    return "None" if value is None else f"a {type(value).__qualname__}"
+
+
+def _instance(value: object) -> str:
+    return f", so an instance: {value.__name__}(…)" if isinstance(value, type) else ""
