@@ -268,11 +268,11 @@ class Tokens(torch.nn.Module):
         self.inner = build(line(2), 1)
 
     def forward(self, h0: torch.Tensor) -> Any:
-        return self.inner(h0=h0).transpose(1, 2)  # type: ignore[union-attr]
+        return self.inner(h0=h0).transpose(1, 2)
 
 
 def test_targets_of_several_dimensions(rank_pool: RankPool) -> None:
-    losses = {
+    losses: dict[str, Any] = {
         "module": torch.nn.CrossEntropyLoss(CLASS_WEIGHTS, ignore_index=1),
         "function": functools.partial(F.nll_loss, ignore_index=2),
     }
@@ -333,7 +333,11 @@ def test_a_batch_that_counts_nothing_trains_nothing(rank_pool: RankPool) -> None
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_each_microbatch_has_a_mean_of_its_own(schedule: str, rank_pool: RankPool) -> None:
     """And one that counts nothing has no gradient; the epoch's loss is over all that counted."""
-    losses = {"own": torch.nn.CrossEntropyLoss(ignore_index=1), "given": token_loss, "": by_hand}
+    losses: dict[str, Any] = {
+        "own": torch.nn.CrossEntropyLoss(ignore_index=1),
+        "given": token_loss,
+        "": by_hand,
+    }
     batches = batches_of([*with_another(1)[:3], [1, 1, 1, 1]])
 
     def case(comm: Handler) -> Any:
@@ -422,7 +426,7 @@ def _trained_with(loss: Any, **more: Any) -> Any:
 
 
 def alternating() -> Any:
-    calls = []
+    calls: list[None] = []
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> Any:
         calls.append(None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
-from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -27,12 +26,14 @@ __all__ = [
 ]
 
 
-def check_parts(comm: object, module: object) -> None:
-    """Make sure that a runner is given a handler and a module.
+def check_parts(comm: object, module: object, progress: object) -> None:
+    """Make sure that a runner is given a handler and a module, and told whether it shows a bar.
 
     Raises:
         UsageError: it is not.
     """
+    if not isinstance(progress, bool):
+        raise UsageError(f"progress is {_a(progress)}, {progress!r}; it must be True or False")
     if not isinstance(comm, Handler):
         raise UsageError(
             f"comm is {_a(comm)}; it must be the handler that stagelink.connect gives"
@@ -111,11 +112,15 @@ def steppers_of(optimizer: object, scheduler: object, clip_norm: object) -> Step
     schedulers = _several("scheduler", scheduler)
     for one in schedulers:
         _check_scheduler(one, optimizers)
-    if clip_norm is None:
-        return Steppers(optimizers, schedulers)
-    if not isinstance(clip_norm, Real) or clip_norm is True or not float(clip_norm) > 0:
-        raise UsageError(f"clip_norm {clip_norm!r}: must be above 0, or None")
-    return Steppers(optimizers, schedulers, float(clip_norm))
+    return Steppers(optimizers, schedulers, _norm(clip_norm))
+
+
+def _norm(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UsageError(f"clip_norm {value!r}: must be above 0, or None")
+    return float(value)
 
 
 def _several(what: str, value: object) -> list[Any]:

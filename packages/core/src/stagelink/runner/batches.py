@@ -52,6 +52,10 @@ def check_mapping(batch: object) -> Mapping[str, object]:
         UsageError: it is no mapping from names.
     """
     if isinstance(batch, Mapping):
+        for name in batch:
+            if not isinstance(name, str):
+                kind = type(name).__qualname__
+                raise UsageError(f"the names of a batch are strings; one is a {kind}, {name!r}")
         return batch
     raise UsageError(
         f"a batch is a mapping from names to tensors, as {{'image': x, 'target': y}}; "

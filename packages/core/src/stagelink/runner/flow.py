@@ -174,6 +174,9 @@ class _FlowPassage(Passage):
             version_for(self._plan, self._stage, self._rounds, self._warm_up)
         )
 
+    def _cut(self) -> str:
+        return f"batches are cut into {self._plan.microbatches} microbatches"
+
     def _items(self, microbatch: int, tensors: Tensors) -> tuple[int, int]:
         if self._station.scores is None:
             return 0, 1

@@ -88,7 +88,7 @@ class Passage:
         # Before the module, which may ask for a gradient of its input for purposes of its own.
         owing = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
         items = self._items(microbatch, tensors)
-        with self._clock.computing, self._explained(microbatch, items):
+        with self._clock.computing, self._explained(microbatch, tensors):
             outputs = stage.forward(
                 self._module(microbatch), self._names, tensors, self._station.scores, items
             )
@@ -114,25 +114,24 @@ class Passage:
                 )
 
     @contextmanager
-    def _explained(self, microbatch: int, items: tuple[int, int]) -> Iterator[None]:
+    def _explained(self, microbatch: int, tensors: Tensors) -> Iterator[None]:
         """Say of which cut a batch norm complains that was left alone with one item."""
         try:
             yield
         except ValueError as error:
-            if _ALONE not in str(error) or items[0] > 1:
+            given = [len(t) for t in tensors.values() if t is not None and t.dim()]
+            if _ALONE not in str(error) or 1 not in given:
                 raise
             raise UsageError(
-                f"{error}: {self._cut(microbatch, items[1])}; a batch norm needs two items in "
-                "each microbatch: give it larger batches or fewer microbatches, and leave small "
-                "last ones out (drop_last)"
+                f"{error}: microbatch {microbatch} has one item, since {self._cut()}; a batch "
+                "norm needs two items in each microbatch: give it larger batches or fewer "
+                "microbatches, and leave small last ones out (drop_last)"
             ) from error
 
-    def _cut(self, microbatch: int, of_items: int) -> str:
-        """How a microbatch came by its items."""
-        return (
-            f"microbatch {microbatch} has one item, since a batch of {of_items} is cut into "
-            f"{self._session.microbatches} microbatches"
-        )
+    def _cut(self) -> str:
+        """How microbatches come by their items."""
+        items, parts = self._session.items, self._session.microbatches
+        return f"a batch of {items} is cut into {parts} microbatches"
 
     def _take(self, microbatch: int) -> Tensors:
         if self._part is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ from stagelink.runner.trained import Trained
 from stagelink.schedule import replica_for
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
     from stagelink.exchange.handler import Handler
     from stagelink.exchange.session import Session
     from stagelink.runner.batches import Batch
@@ -60,26 +62,42 @@ class PipelineRunner:
 
     The weights after each step are those of one process with the whole batch: the gradients of the
     microbatches are added in ascending order on each replica, and then in the replicas' order.
+    A mean is over what the loss counts, and that is known of torch's cross entropies alone
+    (`torch.nn.CrossEntropyLoss`, `NLLLoss`, `LinearCrossEntropyLoss`, `cross_entropy`, `nll_loss`,
+    also by `functools.partial` or compiled): targets that are ignored and class weights come out
+    as in one process. Of any other function it cannot be known: what it returns is taken as a mean
+    over items, however it was made. One that calls a cross entropy with an ``ignore_index``, or
+    that leaves out padding, returns a `LossSum` of what it counted. Then, and with torch's cross
+    entropies, ranks exchange one number per batch.
+
     With an asynchronous schedule they are those of the delayed-gradient rule, see
     `stagelink.schedule.versions`; an epoch is then one session, and a scheduler is stepped after
-    every update of the stage. Every microbatch counts alike there, however many items it has; the
-    replicas' gradients of a round make their mean, or with ``reduction="sum"`` their sum.
+    every update of the stage. Every microbatch counts alike there, however many items it has, and
+    its mean is over what was counted in it: one that counts nothing has no gradient. The replicas'
+    gradients of a round make their mean, or with ``reduction="sum"`` their sum.
 
     Args:
         comm: the handler.
         module: this stage's part of the model, on the stage's device; alike on all its replicas.
-        loss: needed on the last stage, but for `stream`.
-        optimizer: of this stage's parameters; None where nothing is to be trained.
+        loss: needed on the last stage, but for `stream`. Gives one number with a graph, or a
+            `LossSum`, or `BackwardDone` where it runs its own backward. Its parameters, if it has
+            any, are trained by an optimizer of the last stage.
+        optimizer: of this stage's parameters; several in a list, stepped in its order; None where
+            nothing is to be trained. Their ``step`` is called without a closure.
         reduction: how the loss makes one number of many items: ``"mean"`` or ``"sum"``.
         metrics: further results of `evaluate` by name: functions like the loss, each the mean over
-            the items that it is given.
+            the items that it is given, or a `LossSum`.
         progress: whether rank 0 shows a bar on stderr.
         clip_norm: before each step gradients are scaled down so that the norm of all stages'
-            gradients together, as one process would have it, is at most this.
-        scheduler: a learning-rate scheduler of the optimizer, stepped after every optimizer step.
+            gradients together, as one process would have it, is at most this: of what optimizers
+            hold, and of parameters of module and loss that get gradients beside. A norm that is
+            not finite is not raised: it makes the gradients nan or 0, as in torch.
+        scheduler: a learning-rate scheduler of an optimizer, or several in a list, stepped after
+            every optimizer step; `ReduceLROnPlateau` after every epoch, with its loss.
 
     Raises:
-        UsageError: module, loss and plan do not fit each other.
+        UsageError: module, loss, optimizer and plan do not fit each other, or one is nothing that
+            a runner can use.
     """
 
     def __init__(  # noqa: PLR0913 - what makes up a training; only the first two are always needed
@@ -88,14 +106,14 @@ class PipelineRunner:
         module: torch.nn.Module,
         *,
         loss: Loss | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         reduction: Reduction = "mean",
         metrics: Mapping[str, Metric] | None = None,
         progress: bool = False,
         clip_norm: float | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     ) -> None:
-        check_parts(comm, module)
+        check_parts(comm, module, progress)
         self._comm = comm
         self._module = module
         self._names = Names(module, comm.plan, comm.stage, scored=loss is not None)
