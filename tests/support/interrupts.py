@@ -25,8 +25,9 @@ class _Injector:
     ``with`` that waits for its lock is interrupted before it has it.
     """
 
-    def __init__(self, modules: frozenset[str], number: int) -> None:
+    def __init__(self, modules: frozenset[str], number: int, raised: type[BaseException]) -> None:
         self._modules = modules
+        self._raised = raised
         self._left = number
         self._before: dict[FrameType, int] = {}
         self.raised_at: str | None = None
@@ -52,7 +53,7 @@ class _Injector:
             return
         if self._left == 0:
             self.raised_at = f"{frame.f_code.co_qualname}, line {frame.f_lineno}, before {here}"
-            raise Interrupted
+            raise self._raised(self.raised_at)
         self._left -= 1
 
 
@@ -67,19 +68,20 @@ def _opcode(frame: FrameType, at: int) -> str:
 
 
 def interrupted_everywhere(
-    call: Callable[[], object], *modules: str
+    call: Callable[[], object], *modules: str, raised: type[BaseException] = Interrupted
 ) -> Iterator[tuple[str, BaseException | None]]:
     """Run ``call()`` again and again, interrupted at one place further each time.
 
     Args:
         call: what is interrupted.
         modules: names of those in whose code it is.
+        raised: what is raised there; its text is the place.
 
     Yields:
         Each place, and what came out of the call. The last run meets none, and yields nothing.
     """
     for number in range(100_000):
-        injector = _Injector(frozenset(modules), number)
+        injector = _Injector(frozenset(modules), number, raised)
         caught: BaseException | None = None
         before = sys.gettrace()
         sys.settrace(injector)  # type: ignore[arg-type]  # it returns itself, or None

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import HEADER_BYTES, Header
+from stagelink.transport.interrupts import stops_caller
 
 __all__ = ["MAX_FDS", "Connection", "Frame", "close_all"]
 
@@ -195,9 +196,11 @@ class Connection:
                 return self.sock.send(data)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))
             return self.sock.sendmsg([data], [rights])
-        except BlockingIOError:
-            return 0
         except OSError as error:
+            if stops_caller(error):
+                raise
+            if isinstance(error, BlockingIOError):
+                return 0
             if error.errno not in _GONE:
                 raise
             self._broken = True
@@ -206,8 +209,10 @@ class Connection:
     def _shut_writes(self) -> None:
         try:
             self.sock.shutdown(socket.SHUT_WR)
-        except OSError:  # the peer was faster; its end of file is read as usual
+        except OSError as error:  # the peer was faster; its end of file is read as usual
             self._broken = True
+            if stops_caller(error):
+                raise
 
     def _drop_output(self) -> None:
         for chunk in self._out:
@@ -265,13 +270,15 @@ class Connection:
                     count = self.sock.recv_into(self._buffer)
                 else:
                     count = self._receive_with_fds()
-            except BlockingIOError:
-                return b""
-            except ConnectionResetError:
-                # A Unix peer that closed with unread data resets us first; what it had sent
-                # before, its goodbye included, is still to be read.
-                continue
-            except OSError:
+            except OSError as error:
+                if isinstance(error, ProtocolError) or stops_caller(error):
+                    raise
+                if isinstance(error, BlockingIOError):
+                    return b""
+                if isinstance(error, ConnectionResetError):
+                    # A Unix peer that closed with unread data resets us first; what it had sent
+                    # before, its goodbye included, is still to be read.
+                    continue
                 count = 0
             self.ended = not count
             return bytes(memoryview(self._buffer)[:count])

@@ -23,6 +23,7 @@ from stagelink.control.listening import listen, own_address_by
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
 from stagelink.transport.header import VERSION
 from stagelink.transport.host import process_id, server_id
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     from stagelink.control.connection import Connection, Frame
@@ -181,8 +182,10 @@ class Meeting:
         try:
             sock.connect(address)
             _tune(sock)
-        except OSError as error:
+        except BaseException as error:
             sock.close()
+            if not isinstance(error, OSError) or stops_caller(error):
+                raise
             raise ConnectError(
                 f"rank {self._plane.rank}: rank {peer} does not answer at {address!r}: {error}"
                 f"{'' if isinstance(address, str) else _OTHER_INTERFACE}"

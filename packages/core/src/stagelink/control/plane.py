@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,6 +33,7 @@ from stagelink.errors import (
 )
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     import socket
@@ -182,7 +183,23 @@ class Plane:
         self, ready: Callable[[], bool], deadline: Deadline, check: Callable[[], None]
     ) -> bool:
         check()  # before the lock: in a forked child nobody may ever release it
-        return self.turns.wait(ready, deadline, check)
+        try:
+            return self.turns.wait(ready, deadline, check)
+        except BaseException as error:
+            self.interrupted(error)
+            raise
+
+    def interrupted(self, error: BaseException) -> None:
+        """Fail if what leaves a call is a signal handler's exception, Ctrl-C included.
+
+        It may have come in the middle of anything, a frame half dispatched, so the handler is of
+        no use any more; the other ranks are told what came. The exception stays the caller's.
+        """
+        if stops_caller(error) and not isinstance(error, GeneratorExit):
+            text = f": {error}" if str(error) else ""
+            stopped = AbortedError(f"rank {self.rank} was stopped by {type(error).__name__}{text}")
+            stopped.__cause__ = error
+            self.fail(stopped)
 
     def check(self) -> None:
         """Raise if this handler can no longer be used.
@@ -245,25 +262,29 @@ class Plane:
     def _read_turn(self, timeout_s: float) -> None:
         try:
             self.poller.run(timeout_s)
-        except TransportError as error:
+        except BaseException as error:
+            if stops_caller(error):
+                self.interrupted(error)
+                raise
+            self._fail_reading(error)
+
+    def _fail_reading(self, error: BaseException) -> None:
+        if isinstance(error, TransportError):
             self._blame_elsewhere(error)
-        except StagelinkError as error:
+        elif isinstance(error, StagelinkError):
             self.fail(error)
-        except Exception as error:
+        else:
             wrapped = TransportError(f"rank {self.rank} failed while reading: {error!r}")
             wrapped.__cause__ = error
             self.fail(wrapped)
-        except BaseException as error:
-            stopped = AbortedError(f"rank {self.rank} was stopped by {type(error).__name__}")
-            stopped.__cause__ = error
-            self.fail(stopped)
-            raise
 
     def _on_listener(self, listener: socket.socket, mask: int) -> None:
         del mask
         try:
             sock, _ = listener.accept()
         except OSError as error:
+            if stops_caller(error):
+                raise
             logger.warning("rank %d: a connection was not accepted: %s", self.rank, error)
             return
         self.adopt(sock)
@@ -278,6 +299,11 @@ class Plane:
     def _on_connection(self, connection: Connection, mask: int) -> None:
         if writable(mask):
             self._flush(connection)
+        if self._read_frames(connection, mask) and readable(mask) and connection.ended:
+            self._on_end(connection)
+
+    def _read_frames(self, connection: Connection, mask: int) -> bool:
+        """Read and dispatch; False if it was no frame."""
         try:
             if readable(mask):
                 for frame in connection.read():
@@ -286,10 +312,11 @@ class Plane:
                 for frame in connection.handed():
                     self._dispatch(connection, frame)
         except ProtocolError as error:
+            if stops_caller(error):
+                raise
             self._bad_bytes(connection, error)
-            return
-        if readable(mask) and connection.ended:
-            self._on_end(connection)
+            return False
+        return True
 
     def _flush(self, connection: Connection) -> None:
         if not connection.flush():
@@ -396,6 +423,9 @@ class Plane:
 
     def raise_blamed(self, error: StagelinkError) -> NoReturn:
         """`blame`, then raise what explains it best; for a caller's thread."""
+        if stops_caller(error):
+            self.interrupted(error)
+            raise error
         self.blame(error)
         if not self.turns.reads_here:
             self.check()
@@ -426,6 +456,15 @@ class Plane:
             return
         self._leaving = True
         connections = tuple(self._connections.values())
+        try:
+            self._take_leave(connections, deadline)
+        finally:
+            try:
+                self.turns.stop(Deadline(_STOP_S))  # longer only if a plugin's call does not end
+            finally:
+                self._release()
+
+    def _take_leave(self, connections: Sequence[Connection], deadline: Deadline) -> None:
         if self.failure is None:
             for connection in connections:
                 connection.send(Header(MessageKind.BYE))
@@ -436,8 +475,6 @@ class Plane:
         else:
             patience = Deadline(min(_ABORT_FLUSH_S, deadline.remaining_s))
             self.turns.wait(lambda: all(c.flushed or c.ended for c in connections), patience)
-        self.turns.stop(Deadline(_STOP_S))  # longer only if a plugin's call does not return
-        self._release()
 
     def _release(self) -> None:
         with self.lock:

@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from stagelink.transport.interrupts import stops_caller
+
 __all__ = ["Poller", "readable", "writable"]
 
 _SHORT_WAITS = 3
@@ -124,15 +126,17 @@ class Poller:
         """Make a blocked `run` or `watch` return; from any thread, also when nobody is in one."""
         try:
             self._wake_out.send(b"\0")
-        except OSError:  # full: a wake-up is under way; closed: nobody is left to be woken
-            return
+        except OSError as error:  # full: one is under way; closed: nobody is left to be woken
+            if stops_caller(error):
+                raise
 
     def _on_wake(self, mask: int) -> None:
         del mask
         try:
             self._wake_in.recv(4096)
-        except BlockingIOError:
-            return
+        except BlockingIOError as error:
+            if stops_caller(error):
+                raise
 
     def close(self) -> None:
         """Give the descriptors back; the sockets that were added are their owners' to close."""

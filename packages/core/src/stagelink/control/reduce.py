@@ -82,6 +82,19 @@ class Reducer:
         if combine is None:
             raise UsageError(f"reduce by {op!r}: it is one of {', '.join(map(repr, _COMBINE))}")
         number, self._round = self._round, self._round + 1
+        try:
+            return self._combine(number, values, combine, deadline)
+        except BaseException as error:
+            self._plane.interrupted(error)  # the others would wait for this rank's part
+            raise
+
+    def _combine(
+        self,
+        number: int,
+        values: Sequence[float],
+        combine: Callable[[float, float], float],
+        deadline: Deadline,
+    ) -> list[float]:
         total = [float(value) for value in values]
         for child in self._tree.children:
             theirs = self._take(child, Direction.FORWARD, number, len(total), deadline)

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from stagelink.transport.interrupts import stops_caller
+
 if TYPE_CHECKING:
     from stagelink.transport.contract import Deadline
 
@@ -58,8 +60,9 @@ class _Bell:
         """Wake its thread, or have its next `sleep` return at once; from any thread."""
         try:
             self._rung.release()
-        except RuntimeError:  # it has been rung, and not heard yet
-            return
+        except RuntimeError as error:  # it has been rung, and not heard yet
+            if stops_caller(error):
+                raise
 
     def sleep(self, timeout_s: float) -> bool:
         """Block until it is rung; False when time ran out. Signals interrupt it."""

@@ -34,10 +34,14 @@ def wait_driving(
             return True
         try:
             link.drive(deadline)
-        except (ClosedError, PeerClosedError):
+        except (ClosedError, PeerClosedError) as error:
+            plane.interrupted(error)
             raise
         except StagelinkError as error:
             plane.raise_blamed(error)
+        except BaseException as error:
+            plane.interrupted(error)
+            raise
         if deadline.passed:  # what is drivable would be so for ever
             return ready()
     return False

@@ -33,7 +33,8 @@ class Handler:
     """One rank's connection to the pipeline, made by `connect`.
 
     Leaving its ``with`` block closes it; an exception that leaves the block reaches every other
-    rank with its text.
+    rank with its text. So does one that a signal handler raises while a call waits: it leaves the
+    call as it is, and this handler has failed.
 
     Attributes:
         plan: the plan.

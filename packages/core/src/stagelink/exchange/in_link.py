@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from stagelink.control.connection import close_all
-from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
+from stagelink.exchange.link_end import FOREVER, LinkEnd, raise_mapped
 from stagelink.transport.contract import Ready
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     from stagelink.errors import StagelinkError
@@ -107,10 +108,11 @@ class InLink(LinkEnd):
             if self._finishing.acquire(timeout=timeout_s) and self._begun:
                 self._finish_oldest(deadline)
         finally:
-            try:  # noqa: SIM105 - nor may one raise between here and the release
+            try:  # nor may one raise between here and the release
                 self._finishing.release()
-            except RuntimeError:  # it is not this thread's
-                pass
+            except RuntimeError as error:  # it is not this thread's
+                if stops_caller(error):
+                    raise
 
     def hand_over(self, arrival: Arrival) -> None:
         """The caller's stream goes on when the payload is there."""
@@ -158,7 +160,7 @@ class InLink(LinkEnd):
             with self.lane.entered(arrival.after):
                 pending = receiver.begin(header, note, fds, accept)
         except Exception as error:
-            raise mapped(f"receiving on {self.link}", error) from error
+            raise_mapped(f"receiving on {self.link}", error)
         if isinstance(pending, Ready):
             self._arrived(arrival, pending.payload)
             return True
@@ -186,12 +188,11 @@ class InLink(LinkEnd):
         try:
             with self.lane.entered():
                 payload = pending.finish(deadline)
-        except TimeoutError as error:
-            if self._capabilities.caller_thread and deadline.passed:
-                return  # it may come yet; that the caller waits no longer is the caller's to say
-            raise mapped(f"receiving on {self.link}", error) from error
         except Exception as error:
-            raise mapped(f"receiving on {self.link}", error) from error
+            timed_out = isinstance(error, TimeoutError) and deadline.passed
+            if timed_out and self._capabilities.caller_thread and not stops_caller(error):
+                return  # it may come yet; that the caller waits no longer is the caller's to say
+            raise_mapped(f"receiving on {self.link}", error)
         with self._lock:
             self._begun.popleft()
             self._arrived(arrival, payload)

@@ -172,6 +172,13 @@ class Incoming:
             PeerClosedError: it can no longer come.
             StagelinkError: the handler failed or was closed.
         """
+        try:
+            return self._receive(way, key, deadline)
+        except BaseException as error:
+            self._plane.interrupted(error)  # it may have been taken, and would be lost
+            raise
+
+    def _receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:
         began = time.monotonic()
         arrival, arrived = self.wait_whole(way, key, deadline)
         while not self._take(key, arrival):

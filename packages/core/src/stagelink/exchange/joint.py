@@ -25,6 +25,7 @@ from stagelink.transport.buffers import BufferPool
 from stagelink.transport.choice import asker
 from stagelink.transport.contract import Deadline
 from stagelink.transport.host import process_id, server_id
+from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.offers import End, Survey
 
 if TYPE_CHECKING:
@@ -140,7 +141,6 @@ class Joint:
         """
         self.plane.start_closing()
         self.let_go()
-        lost = self._drain(deadline)
         with ExitStack() as steps:  # from the last to the first, also where one raises
             steps.callback(self._tell_closed)
             steps.callback(self._leave_store, deadline)
@@ -148,7 +148,7 @@ class Joint:
                 steps.callback(give_back, f"transport {name!r}", transport.close, deadline)
             steps.callback(self.plane.close, deadline)
             steps.callback(self.wiring.close, deadline)
-        return lost
+            return self._drain(deadline)
 
     def tell_opened(self) -> None:
         """Tell the observers of every link; who was told is told when it is closed."""
@@ -166,6 +166,8 @@ class Joint:
         try:
             self.close(Deadline(self.plan.limits.close_deadline_s))
         except StagelinkError as another:
+            if stops_caller(another):
+                raise
             logger.warning("rank %d: while it closed after a failure: %s", self.rank, another)
 
     def _leave_store(self, deadline: Deadline) -> None:
@@ -183,8 +185,10 @@ class Joint:
     def _drain(self, deadline: Deadline) -> dict[Link, int]:
         try:
             return self.wiring.drain(deadline)
-        except StagelinkError:  # it failed meanwhile, which `close` reports if nobody has
-            return {}
+        except StagelinkError as error:
+            if stops_caller(error):
+                raise
+            return {}  # it failed meanwhile, which `close` reports if nobody has
 
 
 def _pack_facts(plan: Plan) -> str:

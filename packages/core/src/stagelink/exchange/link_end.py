@@ -10,17 +10,18 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from stagelink.control.connection import close_all
 from stagelink.errors import ClosedError, PeerClosedError, StagelinkError, TransportError
 from stagelink.transport.contract import Deadline
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Receiver, Sender
     from stagelink.transport.lanes import Lane
 
-__all__ = ["FOREVER", "LinkEnd", "give_back", "mapped"]
+__all__ = ["FOREVER", "LinkEnd", "give_back", "mapped", "raise_mapped"]
 
 _GRACE_S = 0.2
 """What a step of closing gets when those before it have used up the time."""
@@ -94,10 +95,11 @@ class LinkEnd(ABC):
             mine = self._lock.acquire(blocking=False)
             return mine and (self.given_up or not self._has_work())
         finally:
-            try:  # noqa: SIM105 - nor may one raise between here and the release
+            try:  # nor may one raise between here and the release
                 self._lock.release()
-            except RuntimeError:  # it is not this thread's
-                pass
+            except RuntimeError as error:  # it is not this thread's
+                if stops_caller(error):
+                    raise
 
     def check_open(self) -> None:
         """Raise if this end is being closed, so that nothing may be waited for on it.
@@ -170,7 +172,18 @@ def give_back(what: str, close: Callable[[Deadline], None], deadline: Deadline) 
     try:
         close(deadline)
     except Exception as error:
-        raise mapped(f"closing {what}", error) from error
+        raise_mapped(f"closing {what}", error)
+
+
+def raise_mapped(what: str, error: BaseException) -> NoReturn:
+    """Raise `mapped`; but as it is what a signal handler raised while the transport was at work.
+
+    Raises:
+        BaseException: always.
+    """
+    if isinstance(error, StagelinkError) or stops_caller(error):
+        raise error
+    raise mapped(what, error) from error
 
 
 def mapped(what: str, error: BaseException) -> StagelinkError:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from stagelink.errors import StagelinkError
-from stagelink.exchange.link_end import FOREVER, LinkEnd, mapped
+from stagelink.exchange.link_end import FOREVER, LinkEnd, raise_mapped
 from stagelink.transport.contract import Link, Message, Pending, Ready
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Capabilities, Sender
@@ -132,6 +133,8 @@ class OutLink(LinkEnd):
             with self._lock:
                 self._pump()
         except StagelinkError as error:
+            if stops_caller(error):
+                raise
             self._fail(error)
 
     @property
@@ -172,7 +175,7 @@ class OutLink(LinkEnd):
             with self.lane.entered(job.moment):
                 pending = self._sender.begin(message, announce)
         except Exception as error:
-            raise mapped(f"sending on {self.link}", error) from error
+            raise_mapped(f"sending on {self.link}", error)
         if pending is None:
             return False
         if isinstance(pending, Ready):
@@ -215,7 +218,7 @@ class OutLink(LinkEnd):
             with self.lane.entered():
                 pending.finish(FOREVER)
         except Exception as error:
-            raise mapped(f"sending on {self.link}", error) from error
+            raise_mapped(f"sending on {self.link}", error)
         with self._lock:
             self._begun.popleft()
             self._done(job)

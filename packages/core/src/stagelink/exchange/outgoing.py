@@ -112,6 +112,15 @@ class Outgoing:
             PeerClosedError: the peer has left the session or closed.
             StagelinkError: the handler failed or was closed, or an observer failed.
         """
+        try:
+            return self._send(way, key, job, copy=copy, deadline=deadline)
+        except BaseException as error:
+            self._plane.interrupted(error)  # it may have a place, and would never start
+            raise
+
+    def _send(
+        self, way: WayOut, key: Key, job: SendJob, *, copy: bool, deadline: Deadline | None
+    ) -> bool:
         self._plane.check()
         self._plane.turns.touch()
         if self._trace is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from stagelink.errors import TransportError
 from stagelink.exchange.out_link import OutLink
 from stagelink.transport.header import Header, MessageKind
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +81,8 @@ class _Port:
             self._end.finish_oldest()
 
     def fail(self, error: BaseException) -> None:
+        if stops_caller(error):  # which is no failure of the transport's
+            raise error
         failure = TransportError(f"{self.link}: {type(error).__name__}: {error}")
         failure.__cause__ = error
         self._wiring.plane.blame(failure)

@@ -8,6 +8,7 @@ from stagelink.errors import PluginError
 from stagelink.plan.problems import quoted
 from stagelink.transport.discovery import DISABLE_VARIABLE
 from stagelink.transport.inspection import plugin_problems, registered_by
+from stagelink.transport.interrupts import raised_by_signal_handler
 from stagelink.transport.validation import transport_problems
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def import_plugin(found: Found) -> object:
     try:
         plugin = found.entry_point.load()
     except (Exception, SystemExit) as error:  # a module that ends the process is broken, too
+        if raised_by_signal_handler(error):
+            raise
         raise _raised("its import", found, error) from error
     problems = plugin_problems(plugin)
     if problems:
@@ -52,6 +55,8 @@ def transport_of(found: Found, plugin: object) -> type[Transport]:
     try:
         classes = registered_by(plugin)
     except (Exception, SystemExit) as error:
+        if raised_by_signal_handler(error):
+            raise
         raise _raised("its stagelink_register_transport", found, error) from error
     name = found.entry_point.name
     named = [cls for cls in classes if getattr(cls, "name", None) == name]

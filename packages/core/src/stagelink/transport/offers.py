@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stagelink.errors import PluginError, ProtocolError, UnknownTransportError
 from stagelink.transport.contract import Capabilities, Place, Verdict
+from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.loading import broken
 from stagelink.transport.options import parse_options
 
@@ -186,4 +187,6 @@ def _call(provider: str, what: str, function: Callable[..., Any], *given: object
     try:
         return function(*given)
     except Exception as error:
+        if stops_caller(error):
+            raise
         raise broken(provider, [f"{what} raised {type(error).__name__}: {error}"]) from error

@@ -11,6 +11,7 @@ from stagelink.errors import PluginError
 from stagelink.plan.problems import quoted
 from stagelink.transport.header import NO_TRACE, TRACE_BYTES
 from stagelink.transport.inspection import new_manager
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,6 +111,8 @@ class Relay:
         try:
             return getattr(self._manager.hook, hook)(**arguments)
         except Exception as error:
+            if stops_caller(error):
+                raise
             raise PluginError(
                 f"{hook} of {self._implementers(hook)} raised {type(error).__name__}: {error}"
             ) from error

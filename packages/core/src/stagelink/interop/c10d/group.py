@@ -24,6 +24,7 @@ from stagelink.transport.addresses import check_reachable, is_loopback
 from stagelink.transport.contract import Deadline
 from stagelink.transport.gloo_groups import THREADS, VARIABLE, gloo_group, named_by_variable
 from stagelink.transport.header import Flag, Header, MessageKind
+from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.payload import dtype_of, raw_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -213,6 +214,8 @@ class StagelinkGroup(dist.ProcessGroup):
             address = Address(self._number, place, tag, self._next(self._sent, peer, tag))
             way = self._post(mesh, address, raw, like)
         except StagelinkError as error:
+            if stops_caller(error):
+                raise
             raise mesh.error(what, error) from error
         return SendWork(mesh, what, self._timeout, tensor, way)
 
@@ -261,6 +264,8 @@ class StagelinkGroup(dist.ProcessGroup):
             dtype_of(tensor)
             link = None if place == mesh.rank else mesh.link_from(place)
         except StagelinkError as error:
+            if stops_caller(error):
+                raise
             raise mesh.error(what, error) from error
         address = Address(self._number, place, tag, self._next(self._asked, peer, tag))
         work = RecvWork(mesh, what, self._timeout, tensor, peer, address, link)

@@ -14,6 +14,7 @@ from stagelink.errors import ClosedError, StagelinkError
 from stagelink.exchange.driving import wait_driving
 from stagelink.interop.c10d.tools import recorded, untraced
 from stagelink.transport.contract import Deadline
+from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.payload import dtype_of, from_bytes, is_plain, to_bytes
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class _MessageWork(dist.Work):
             if not over:
                 raise dist.DistBackendError(f"{self._what}: not done within {seconds:g} s")
         except StagelinkError as error:
+            if stops_caller(error):
+                raise
             raise self._mesh.error(self._what, error) from error
         if self._error is not None:
             # As a new one: the same, raised again and again, would keep every caller's frames.
@@ -112,6 +115,8 @@ class _MessageWork(dist.Work):
                 self._mesh.plane.check()
                 self._look()
             except StagelinkError as error:
+                if stops_caller(error):
+                    raise
                 return self._mesh.error(self._what, error)
         return self._error
 
@@ -223,6 +228,8 @@ class RecvWork(_MessageWork):
         try:
             self._fill(arrival)
         except Exception as error:  # for `wait` to raise
+            if stops_caller(error):
+                raise
             self._error = self._mesh.error(self._what, error)
         self._over = True
 

@@ -29,6 +29,7 @@ from stagelink.interop.pipedream.progress import Progress
 from stagelink.interop.pipedream.replicas import explain_by
 from stagelink.interop.pipedream.turns import Turns
 from stagelink.schedule import UNTIL_END
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -415,6 +416,8 @@ class CommunicationHandler:
         try:
             yield
         except DeadlineError as error:
+            if stops_caller(error):
+                raise
             text = f"{error}. {self._state()}"
             if self._comm is not None:
                 # Not the one that is raised: it would keep the caller's frames alive.
