@@ -109,7 +109,7 @@ def start(epochs: int) -> None:
         rank = [__file__, f"--epochs={epochs}", f"--folder={folder}"]
         stagelink_command(["run", str(PLAN), *rank], standalone_mode=False)
         ranks = [torch.load(file) for file in sorted(Path(folder).iterdir())]
-    print("the same in one process …")
+    print("the same in one process ...")
     result = compare(ranks, epochs) | {"seconds": round(time.perf_counter() - began, 1)}
     text = json.dumps(result, indent=2, ensure_ascii=False)
     RESULT.write_text(f"{text}\n", encoding="utf-8")

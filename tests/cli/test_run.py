@@ -321,7 +321,7 @@ with stagelink.connect(plan) as comm, comm.train(microbatches=2) as session:
         else:
             hidden = session.recv("ab", microbatch)
             if "fail" in sys.argv:
-                raise ValueError("rank 1 cannot go on")
+                raise ValueError("rank 1 cannot go on \u2192")
             session.send_grad("ab", 3 * hidden.detach(), microbatch)
 os.write(1, f"rank {comm.rank} is through\\n".encode())
 """
@@ -346,12 +346,18 @@ def test_two_ranks_train(write: Write) -> None:
     assert sorted(done.stdout.splitlines()) == ["rank 0 is through", "rank 1 is through"]
 
 
-def test_the_rank_that_failed_is_told_last_and_no_torchrun_report(write: Write) -> None:
+def test_the_rank_that_failed_is_told_last_and_no_torchrun_report(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where stderr has few characters, too."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = run(write((1, 1), GLOO), TRAIN, "fail")
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("Traceback") == 1
-    assert done.stderr.endswith("Error: rank 1 failed: ValueError: rank 1 cannot go on\n")
+    assert "rank 1: Traceback" in done.stderr
+    assert "ValueError: rank 1 cannot go on \\u2192\n" in done.stderr
+    assert done.stderr.endswith("Error: rank 1 failed: ValueError: rank 1 cannot go on ->\n")
     assert "torch/distributed" not in done.stderr
 
 

@@ -6,12 +6,17 @@ line itself is wrong. A mistake in a plan ends in a text that says where, never 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import click
 
 from stagelink.cli.bench import bench_command
 from stagelink.cli.doctor import doctor_command
+from stagelink.cli.encoding import make_printable
 from stagelink.cli.plan import plan_command
 from stagelink.cli.run import run_command
 from stagelink.errors import StagelinkError
@@ -22,12 +27,29 @@ __all__ = ["main"]
 class _Group(click.Group):
     """Commands whose errors of this library end in their text."""
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Read the command line up to the command's name."""
+        make_printable()
+        with _errors_on_stderr():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was asked for."""
-        try:
-            return super().invoke(ctx)
-        except StagelinkError as error:
-            raise click.ClickException(str(error)) from error
+        with _errors_on_stderr():
+            try:
+                return super().invoke(ctx)
+            except StagelinkError as error:
+                raise click.ClickException(str(error)) from error
+
+
+@contextmanager
+def _errors_on_stderr() -> Iterator[None]:
+    """A block whose errors click shows on stderr as it is: to an ASCII one it writes UTF-8."""
+    try:
+        yield
+    except click.ClickException as error:
+        error.show = partial(error.show, file=sys.stderr)  # type: ignore[method-assign]
+        raise
 
 
 @click.group(cls=_Group)

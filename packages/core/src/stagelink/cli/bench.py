@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from stagelink.bench import SIZES_BYTES, Job, measure, pair_plan
 from stagelink.cli.assumed import assume
 from stagelink.cli.failures import launching
-from stagelink.cli.output import new_table, plugins_print_to_stderr, print_parts
+from stagelink.cli.output import new_table, plugins_print_to_stderr, print_note, print_parts
 from stagelink.cli.results import ResultFile, write_results
 from stagelink.errors import PluginError
 from stagelink.schedule import verify
@@ -139,7 +139,7 @@ def _usable(names: Iterable[str]) -> Iterator[str]:
         elif names:
             raise click.ClickException(problem)
         else:
-            click.echo(f"not measured: {problem}", err=True)
+            print_note(f"not measured: {problem}")
 
 
 def _problem(plugins: Plugins, name: str) -> str | None:
@@ -160,7 +160,8 @@ def _reason(error: str) -> str:
 
 
 def _write_json(records: Sequence[Record], path: str) -> None:
-    Path(path).write_text(json.dumps([asdict(one) for one in records], indent=1) + "\n")
+    text = json.dumps([asdict(one) for one in records], indent=1)
+    Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
 def _drawing() -> _Write:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import AbstractContextManager, redirect_stdout
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
@@ -13,10 +13,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stagelink.cli.encoding import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["new_table", "plan_file", "plugins_print_to_stderr", "print_json", "print_parts"]
+__all__ = [
+    "new_table",
+    "plan_file",
+    "plugins_print_to_stderr",
+    "print_json",
+    "print_note",
+    "print_parts",
+]
 
 plan_file = click.Path(exists=True, dir_okay=False)
 """The type of an argument that names a plan: a file that exists."""
@@ -25,12 +34,20 @@ plan_file = click.Path(exists=True, dir_okay=False)
 def print_parts(parts: Iterable[Text | Table]) -> None:
     """Print texts and tables on stdout, with a blank line between two of them."""
     # Names and reasons may look like markup, and are printed as they are.
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = _Console(markup=False, highlight=False, emoji=False)
     for number, part in enumerate(parts):
         if number:
             console.print()
         # To break a text's lines is for the terminal: whoever searches the output finds it whole.
         console.print(part, soft_wrap=isinstance(part, Text))
+
+
+class _Console(Console):
+    """Measures texts as they will be printed, so that columns stay in line."""
+
+    def render_str(self, text: str, **more: Any) -> Text:
+        """The text, in characters that the output has."""
+        return super().render_str(printable(text, self.encoding), **more)
 
 
 def new_table(title: str, *columns: str) -> Table:
@@ -52,6 +69,11 @@ def new_table(title: str, *columns: str) -> Table:
 def print_json(values: object) -> None:
     """Print one JSON value on stdout; what JSON has no word for becomes its text."""
     click.echo(json.dumps(values, indent=2, default=str))
+
+
+def print_note(text: str) -> None:
+    """Print a line on stderr."""
+    click.echo(text, file=sys.stderr)
 
 
 def plugins_print_to_stderr() -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ from torch.distributed import run as torchrun
 from stagelink.cli import rank
 from stagelink.cli.assumed import check_here
 from stagelink.cli.failures import launching
-from stagelink.cli.output import plan_file, plugins_print_to_stderr
+from stagelink.cli.output import plan_file, plugins_print_to_stderr, print_note
 from stagelink.plan import Plan
 from stagelink.schedule import require, verify
 
@@ -92,7 +92,7 @@ def _check_transports(plan: Plan, args: Namespace) -> None:
     with plugins_print_to_stderr():
         notes = check_here(plan, alone=alone)
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        print_note(f"note: {note}")
 
 
 def _ranks_here(plan: Plan, args: Namespace) -> int:

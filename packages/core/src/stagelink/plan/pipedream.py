@@ -83,7 +83,8 @@ def parse_pipedream(text: str, where: str) -> dict[str, Any]:
     problems = [*_stages(found), *_ranks(found), *_depths(found)]
     if problems:
         raise plan_error(where, problems, raw)
-    return _as_plan(found, PurePath(where).stem)
+    # A file's name may hold bytes that are no text, which no output could take.
+    return _as_plan(found, PurePath(where).stem.encode(errors="replace").decode())
 
 
 def _parsed(text: str, where: str) -> Any:
