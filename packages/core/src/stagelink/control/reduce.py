@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from stagelink.arguments import is_a
 from stagelink.errors import DeadlineError, ProtocolError, UsageError
 from stagelink.transport.header import Direction, Header, MessageKind
 
@@ -50,6 +51,15 @@ def spanning_tree(neighbours: Mapping[int, Sequence[int]], rank: int) -> Tree:
     return Tree(parent[rank], tuple(sorted(r for r, p in parent.items() if p == rank)))
 
 
+def _numbers(values: Sequence[float]) -> list[float]:
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(
+            f"reduce: values must be numbers, as many on every rank: {error}"
+        ) from error
+
+
 class Reducer:
     """Reductions of one rank, numbered in the order of the calls.
 
@@ -78,12 +88,13 @@ class Reducer:
             ProtocolError: a rank gave another number of values.
             UsageError: there is no such ``op``.
         """
-        combine = _COMBINE.get(op)
+        combine = _COMBINE.get(op) if is_a(op, str) else None
         if combine is None:
             raise UsageError(f"reduce by {op!r}: it is one of {', '.join(map(repr, _COMBINE))}")
+        total = _numbers(values)  # first: a call that is refused takes no number
         number, self._round = self._round, self._round + 1
         try:
-            return self._combine(number, values, combine, deadline)
+            return self._combine(number, total, combine, deadline)
         except BaseException as error:
             self._plane.interrupted(error)  # the others would wait for this rank's part
             raise
@@ -91,11 +102,10 @@ class Reducer:
     def _combine(
         self,
         number: int,
-        values: Sequence[float],
+        total: list[float],
         combine: Callable[[float, float], float],
         deadline: Deadline,
     ) -> list[float]:
-        total = [float(value) for value in values]
         for child in self._tree.children:
             theirs = self._take(child, Direction.FORWARD, number, len(total), deadline)
             total = [combine(a, b) for a, b in zip(total, theirs, strict=True)]

@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import Store
 
+from stagelink.arguments import ITERABLE, NAME, checked, instance, optional
 from stagelink.control.rendezvous import Launch, Rendezvous, open_store
 from stagelink.errors import PlanError
 from stagelink.exchange.engine import Engine
 from stagelink.exchange.handler import Handler
 from stagelink.exchange.topology import routes_of
+from stagelink.plan import Plan
 from stagelink.schedule import require, verify
 from stagelink.transport.choice import asked_for
 from stagelink.transport.contract import Deadline
@@ -19,15 +22,20 @@ from stagelink.transport.offers import survey
 from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from stagelink.plan import Plan, Stage
+    from stagelink.plan import Stage
     from stagelink.schedule import Verdict
     from stagelink.transport.contract import Transport
 
 __all__ = ["connect", "join"]
 
 
+@checked(
+    plan=instance(Plan, "a Plan"),
+    store=optional(instance((str, Store), "a store of torch.distributed, or an address")),
+    run_id=optional(NAME),
+    transports=ITERABLE,
+    observers=ITERABLE,
+)
 def connect(  # noqa: PLR0913 - what a launcher knows, each optional
     plan: Plan,
     *,

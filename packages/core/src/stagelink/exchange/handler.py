@@ -6,6 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Self
 
+from stagelink.arguments import (
+    CALLABLE,
+    COUNT,
+    FLAG,
+    MAPPING,
+    NAME,
+    Expected,
+    checked,
+    given_seconds,
+    instance,
+    optional,
+)
 from stagelink.control.listening import gloo_address_by
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
 from stagelink.exchange.eager import session_class
@@ -27,6 +39,11 @@ if TYPE_CHECKING:
     from stagelink.transport.events import LinkCounters
 
 __all__ = ["Handler"]
+
+_FUTURE = Expected(
+    "a future of torch or of the standard library",
+    lambda value: hasattr(value, "done") and hasattr(value, "add_done_callback"),
+)
 
 
 class Handler:
@@ -57,6 +74,7 @@ class Handler:
 
     # -- sessions
 
+    @checked(items=optional(COUNT), actions=optional(MAPPING))
     def train(
         self,
         microbatches: int | None = None,
@@ -93,6 +111,7 @@ class Handler:
             )
         return self._open("train", microbatches, items, actions)
 
+    @checked(items=optional(COUNT))
     def evaluate(self, microbatches: int | None = None, *, items: int | None = None) -> Session:
         """Open a session that only goes forward; as `train` otherwise."""
         return self._open("evaluate", microbatches, items, None)
@@ -179,7 +198,9 @@ class Handler:
         Raises:
             DeadlineError: a rank did not take part.
         """
-        seconds = self.plan.limits.first_deadline_s if deadline_s is None else deadline_s
+        seconds = given_seconds(
+            "reduce", "deadline_s", deadline_s, self.plan.limits.first_deadline_s
+        )
         return self._engine.reducer.reduce(values, op, Deadline(seconds))
 
     @property
@@ -194,6 +215,7 @@ class Handler:
 
     # -- for a process group of the caller's own
 
+    @checked(drop=CALLABLE)
     def replica_store(self, drop: Callable[[], None]) -> Store:
         """A store that the replicas of this stage share, to build a process group of theirs on.
 
@@ -217,10 +239,12 @@ class Handler:
         """What failed this handler, or None."""
         return self._plane.failure
 
+    @checked(callback=CALLABLE)
     def on_failure(self, callback: Callable[[StagelinkError], None]) -> None:
         """Call back once when this handler fails; on any thread, and must return at once."""
         self._plane.on_failure(callback)
 
+    @checked(elsewhere=FLAG)
     def gloo_address(self, *, elsewhere: bool) -> str:
         """This host's address for such a group of gloo's, IPv4 or IPv6.
 
@@ -237,6 +261,7 @@ class Handler:
         control, host = self.plan.control, self._engine.rendezvous.store_host
         return gloo_address_by(control, host, elsewhere=elsewhere)
 
+    @checked(future=_FUTURE, what=NAME)
     def wait(self, future: Awaited, what: str, deadline_s: float | None = None) -> None:
         """Block until a future of the caller's own is done, or the pipeline has failed.
 
@@ -249,13 +274,14 @@ class Handler:
             DeadlineError: it was not done in time.
             StagelinkError: this handler failed or was closed.
         """
-        seconds = self.plan.limits.deadline_s if deadline_s is None else deadline_s
+        seconds = given_seconds("wait", "deadline_s", deadline_s, self.plan.limits.deadline_s)
         future.add_done_callback(lambda _: self._plane.changed())
         if not self._plane.wait(future.done, Deadline(seconds)):
             raise DeadlineError(f"rank {self.rank}: {what}: not done within {seconds:g} s")
 
     # -- the end
 
+    @checked(action=CALLABLE)
     def soon(self, action: Callable[[], None]) -> None:
         """Have an action called soon on the thread that reads; takes no lock, for finalizers.
 
@@ -263,6 +289,7 @@ class Handler:
         """
         self._plane.poller.call(action)
 
+    @checked(error=instance(BaseException, "an exception"))
     def abort(self, error: BaseException) -> None:
         """Fail this rank and every other with the error's text; returns at once."""
         self._engine.fail(error)
@@ -281,9 +308,10 @@ class Handler:
             PeerClosedError: messages could not be delivered, since their receivers had closed.
             StagelinkError: the handler had failed, and no call has said so yet.
         """
+        limit_s = self.plan.limits.close_deadline_s
+        seconds = given_seconds("close", "timeout_s", timeout_s, limit_s)
         if self._plane.forked or not self._plane.start_closing():
             return
-        seconds = self.plan.limits.close_deadline_s if timeout_s is None else timeout_s
         lost = self._engine.close(Deadline(seconds))
         self._plane.check_reported()
         if lost:

@@ -9,6 +9,7 @@ from itertools import islice
 from math import lcm
 from typing import TYPE_CHECKING
 
+from stagelink.arguments import NAME, expect, is_a
 from stagelink.errors import UsageError
 from stagelink.schedule import microbatches_of, period, rank_for
 from stagelink.transport.header import Direction
@@ -57,7 +58,7 @@ class Routes:
         Raises:
             UsageError: it produces no such tensor, or the microbatch is not this replica's.
         """
-        place = name, self._place_of(microbatch)
+        place = self._place(name, microbatch)
         ways = self._ways_out.get(place)
         if ways is None:
             known = self._mail.out.ways
@@ -69,7 +70,7 @@ class Routes:
 
     def incoming(self, name: str, microbatch: int) -> WayIn:
         """The way from the producer of a tensor that this stage consumes; raises as `outgoing`."""
-        place = name, self._place_of(microbatch)
+        place = self._place(name, microbatch)
         way = self._ways_in.get(place)
         if way is None:
             edge = self._edges(self._inputs, name, "consumes")[0]
@@ -80,7 +81,7 @@ class Routes:
 
     def gradients(self, name: str, microbatch: int) -> list[WayIn]:
         """The ways by which gradients of a tensor come back, if any do; raises as `outgoing`."""
-        place = name, self._place_of(microbatch)
+        place = self._place(name, microbatch)
         ways = self._ways_back.get(place)
         if ways is None:
             known = self._mail.into.ways
@@ -93,7 +94,7 @@ class Routes:
 
     def all_incoming(self, microbatch: int) -> list[WayIn]:
         """The ways of all messages that a microbatch's forward takes; raises as `outgoing`."""
-        self._place_of(microbatch)
+        self._in_period(microbatch)
         return [self.incoming(name, microbatch) for name in self._inputs]
 
     def end(self, microbatches: int) -> Sequence[int]:
@@ -102,7 +103,12 @@ class Routes:
         self.mine = microbatches_of(self._stage, self._plan.replica_of(self._rank), microbatches)
         return self.mine
 
-    def _place_of(self, microbatch: int) -> int:
+    def _place(self, name: str, microbatch: int) -> tuple[str, int]:
+        if not is_a(name, str):  # what cannot be hashed fits no table
+            expect(f"rank {self._rank}", "a tensor's name", name, NAME)
+        return name, self._in_period(microbatch)
+
+    def _in_period(self, microbatch: int) -> int:
         """The microbatch's place in the period, where it is one of `mine`."""
         if not isinstance(microbatch, int):
             raise UsageError(

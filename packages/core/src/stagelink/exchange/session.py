@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+from stagelink.arguments import COUNT, FLAG, SECONDS, expect, is_a
 from stagelink.errors import MessageError, PeerClosedError, UsageError
 from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.envelope import Terms, check_contract, check_gradient, seal, unseal
@@ -131,6 +132,8 @@ class Session:
             microbatch: one of `mine`, should the session have it.
         """
         self._check_open()
+        if not is_a(microbatch, int):
+            expect(f"rank {self._rank}", "a microbatch", microbatch, COUNT)
         if self.microbatches == UNTIL_END:
             for way in self._routes.all_incoming(microbatch):
                 key = Key(self.number, way.edge.index, Direction.FORWARD, microbatch)
@@ -278,6 +281,8 @@ class Session:
             MessageError: shape or dtype differ from the tensor's; the peer is told.
             UsageError: the tensor was not received, takes no gradient, or has been answered.
         """
+        if not is_a(copy, bool):
+            expect(f"rank {self._rank}", "copy", copy, FLAG)
         way_in, key = self._incoming(name, microbatch)
         like = self._owed.get((key.edge, microbatch))
         if like is None:
@@ -338,6 +343,8 @@ class Session:
         copy: bool,
         deadline: Deadline | None,
     ) -> SendHandle:
+        if not is_a(copy, bool):
+            expect(f"rank {self._rank}", "copy", copy, FLAG)
         ways = self._outgoing(name, microbatch)
         edge = ways[0].edge
         self._mail.endings.check(self.number, microbatch)
@@ -429,6 +436,7 @@ class Session:
 
     def _deadline(self, deadline_s: float | None) -> Deadline:
         if deadline_s is not None:
+            expect(f"rank {self._rank}", "deadline_s", deadline_s, SECONDS)
             return Deadline(deadline_s)
         limits = self._limits
         return Deadline(limits.deadline_s if self._had_message else limits.first_deadline_s)

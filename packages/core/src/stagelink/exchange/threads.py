@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import HashStore
 
+from stagelink.arguments import CALLABLE, checked, instance
 from stagelink.errors import AbortedError, PeerClosedError
 from stagelink.exchange.connect import connect
 from stagelink.plan import LinkRule, Plan
@@ -29,6 +30,7 @@ T = TypeVar("T")
 _PATIENCE_S = 5.0
 
 
+@checked(plan=instance(Plan, "a Plan"), work=CALLABLE)
 def in_one_process(plan: Plan, work: Callable[[Handler], T]) -> list[T]:
     """Run ``work(comm)`` for every rank of a plan, each on a thread of this process.
 

@@ -9,13 +9,14 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from stagelink.arguments import NAME, PATH, checked, is_a, shown
 from stagelink.errors import PlanError
 from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
 from stagelink.plan.facts import digest_of, facts_of
 from stagelink.plan.files import parse_toml, read_mapping
 from stagelink.plan.launch import launch_problems
 from stagelink.plan.model import ASYNCHRONOUS, WITH_WARM_UP, Control, Edge, Limits, Stage, Tensor
-from stagelink.plan.problems import shown, unknown
+from stagelink.plan.problems import unknown
 from stagelink.plan.reading import read_document
 from stagelink.plan.stage_checks import too_many_microbatches
 
@@ -66,6 +67,7 @@ class Plan:
     observers: tuple[str, ...]
 
     @classmethod
+    @checked(path=PATH)
     def load(cls, path: str | os.PathLike[str], *, microbatches: int | None = None) -> Plan:
         """Read and validate a plan's file.
 
@@ -80,6 +82,7 @@ class Plan:
         return plan if microbatches is None else plan.with_microbatches(microbatches)
 
     @classmethod
+    @checked(text=NAME, where=NAME)
     def from_toml(cls, text: str, *, where: str = "plan") -> Plan:
         """Validate a plan given as text.
 
@@ -93,6 +96,7 @@ class Plan:
         return cls.from_dict(parse_toml(text, where), where=where)
 
     @classmethod
+    @checked(where=NAME)
     def from_dict(cls, mapping: Mapping[str, Any], *, where: str = "plan") -> Plan:
         """Validate a plan given as nested mappings and lists, as a TOML reader makes them.
 
@@ -151,16 +155,25 @@ class Plan:
         return self._place(rank)[1]
 
     def server_of(self, rank: int) -> int | None:
-        """Index of the server that the plan puts a rank on; None where it lists no servers."""
+        """Index of the server that the plan puts a rank on; None where it lists no servers.
+
+        Raises:
+            PlanError: there is no such rank.
+        """
+        self._place(rank)
         return self._servers.get(rank)
 
     def inputs(self, stage_index: int) -> tuple[Edge, ...]:
-        """The edges that end at a stage, in their order in the plan."""
-        return self._inputs[stage_index]
+        """The edges that end at a stage, in their order in the plan; raises as `outputs`."""
+        return self._inputs[self._stage_index(stage_index)]
 
     def outputs(self, stage_index: int) -> tuple[Edge, ...]:
-        """The edges that begin at a stage, in their order in the plan."""
-        return self._outputs[stage_index]
+        """The edges that begin at a stage, in their order in the plan.
+
+        Raises:
+            PlanError: there is no stage of this index.
+        """
+        return self._outputs[self._stage_index(stage_index)]
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of a name.
@@ -168,7 +181,7 @@ class Plan:
         Raises:
             PlanError: there is none; the text has the closest name and all others.
         """
-        found = self._tensors.get(name)
+        found = self._tensors.get(name) if is_a(name, str) else None
         if found is None:
             raise PlanError(unknown("tensor", name, self._tensors))
         return found
@@ -185,6 +198,14 @@ class Plan:
         if too_many is not None:
             raise PlanError(f"microbatches: {too_many}")
         return dataclasses.replace(self, microbatches=microbatches)
+
+    def _stage_index(self, index: int) -> int:
+        if type(index) is not int or not 0 <= index < len(self.stages):
+            raise PlanError(
+                f"no stage has index {shown(index)}: the stages' indices are 0 to "
+                f"{len(self.stages) - 1}"
+            )
+        return index
 
     def check_launch(self, rank: object, world_size: object) -> None:
         """Refuse a rank and world size that do not fit each other or the plan.
@@ -222,7 +243,7 @@ class Plan:
         )
 
     def _place(self, rank: int) -> tuple[int, int]:
-        if rank not in self._places:
+        if not is_a(rank, int) or rank not in self._places:
             last = self.world_size - 1
             raise PlanError(f"there is no rank {shown(rank)}; the plan's ranks are 0 to {last}")
         return self._places[rank]

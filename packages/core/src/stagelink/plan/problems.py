@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-import reprlib
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from stagelink.arguments import shown
 from stagelink.errors import PlanError
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ __all__ = [
 _MOST_PROBLEMS = 100
 _MOST_NAMES = 24
 _BARE_KEY = re.compile(r"[A-Za-z0-9_\-\[\]]+")
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +58,6 @@ def plan_error(where: str, problems: Iterable[Problem], raw: object) -> PlanErro
     return PlanError("\n".join(lines))
 
 
-def shown(value: object) -> str:
-    """The value's repr, cut short where it is long, deep or circular."""
-    try:
-        return _repr.repr(value)
-    except ValueError:  # an int of more digits than Python agrees to print
-        return f"<{type(value).__name__}>"
-
-
 def quoted(names: Iterable[str], separator: str = ", ") -> str:
     """The names in quotes with a separator between; a long list is cut and counted."""
     every = list(names)
@@ -96,14 +85,16 @@ def repeats(values: Iterable[Hashable]) -> Iterator[tuple[int, int]]:
             yield place, first[value]
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known: Iterable[str]) -> str:
     """A hint at the known name that the word most likely meant; empty where none is close."""
+    if not isinstance(word, str):
+        return ""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 
 
-def unknown(kind: str, word: str, known: Iterable[str], *, owner: str = "the plan") -> str:
+def unknown(kind: str, word: object, known: Iterable[str], *, owner: str = "the plan") -> str:
     """The text for a name that does not exist.
 
     Args:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stagelink.arguments import MAPPING, checked, instance, optional
 from stagelink.errors import PlanError, VerificationError
+from stagelink.plan import Plan
 from stagelink.plan.problems import quoted, shown
 from stagelink.plan.stage_checks import too_many_microbatches
 from stagelink.schedule.actions import UNTIL_END, actions_for
@@ -20,7 +22,6 @@ from stagelink.schedule.windows import at_least_two, forward_windows, training_w
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from stagelink.plan import Plan
     from stagelink.schedule.actions import Action, Mode
     from stagelink.schedule.walk import Walked
 
@@ -61,6 +62,7 @@ class Verdict:
         return self.problem is None
 
 
+@checked(plan=instance(Plan, "a Plan"), actions=optional(MAPPING))
 def verify(
     plan: Plan,
     microbatches: int | None = None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
+from stagelink.arguments import COUNT, FLAG, MAPPING, Expected, checked, expect, is_a
 from stagelink.errors import (
     DeadlineError,
     DisagreementError,
@@ -42,6 +43,21 @@ logger = logging.getLogger("stagelink")
 
 Ranks = Sequence[int]
 
+_RANKS = Expected(
+    "a list of ranks",
+    lambda value: isinstance(value, (list, tuple)) and all(type(rank) is int for rank in value),
+)
+_RANKS_BY_NAME = Expected(
+    "a dict from names to lists of ranks",
+    lambda value: isinstance(value, dict) and all(map(_RANKS.accepts, value.values())),
+)
+_NAMES = Expected(
+    "a collection of names",
+    lambda value: (
+        isinstance(value, (set, frozenset, list, tuple))
+        and all(isinstance(name, str) for name in value)
+    ),
+)
 _CLOSE_S = 30.0
 _AFTER_FAILURE_S = 1.0
 """The dead never leave, and after a failure the others need nothing of this rank's."""
@@ -120,6 +136,17 @@ class CommunicationHandler:
         self._meeting = Meeting(master_addr, master_port, rank, world_size, backend)
         atexit.register(self._at_exit)
 
+    @checked(
+        receive_ranks=_RANKS_BY_NAME,
+        send_ranks=_RANKS_BY_NAME,
+        tensor_tags=MAPPING,
+        target_tensor_names=_NAMES,
+        training_tensor_dtypes=MAPPING,
+        rank_in_stage=COUNT,
+        num_ranks_in_stage=COUNT,
+        ranks_in_previous_stage=_RANKS,
+        ranks_in_next_stage=_RANKS,
+    )
     def initialize(  # noqa: PLR0913, PLR0917 - PipeDream's signature
         self,
         receive_ranks: dict[str, Ranks],
@@ -185,6 +212,7 @@ class CommunicationHandler:
             )
             explain_by(self._comm)
 
+    @checked(tensor_shapes=MAPPING)
     def set_tensor_shapes(self, tensor_shapes: Mapping[str, Sequence[int]]) -> None:
         """Say the shapes of the next phase; the ack's is looked at, others travel with tensors."""
         self.tensor_shapes = tensor_shapes
@@ -193,16 +221,19 @@ class CommunicationHandler:
         """Nothing: there are no helper threads to count. Kept for callers of it."""
         del counter
 
+    @checked(num_iterations=COUNT)
     def num_iterations_for_helper_threads(self, num_iterations: int) -> tuple[int, int]:
         """The most minibatches of so many that go to one rank of the next and previous stage.
 
         Returns:
             Both numbers; 0 where there is no such stage. They need not divide.
         """
+        self._ready()
         ends = (len(self.ranks_in_next_stage), len(self.ranks_in_previous_stage))
         forward, backward = (-(-num_iterations // count) if count else 0 for count in ends)
         return forward, backward
 
+    @checked(forward_only=FLAG)
     def start_helper_threads(self, num_iterations: int, forward_only: bool) -> None:
         """Begin a phase; blocks until all ranks have.
 
@@ -269,7 +300,7 @@ class CommunicationHandler:
             StagelinkError: this or another rank has failed or gone.
         """
         del backward_minibatch_id
-        phase = self._current()
+        phase = self._current(backward)
         with self._explained():
             if backward:
                 number = phase.due_to(tensor_name, self._progress.returned)
@@ -305,16 +336,18 @@ class CommunicationHandler:
             DeadlineError, UsageError, MessageError, StagelinkError: as for `send`.
         """
         del forward_minibatch_id
-        phase = self._current()
+        phase = self._current(backward)
         with self._explained():
             if not backward:
                 number = phase.due_from(tensor_name, self._progress.received)
                 tensor = phase.recv(tensor_name, number)
                 self._progress.sent(number)
                 return tensor
+            phase.minibatch(backward_minibatch_id)  # refused before it counts
             self._begin_backward(phase, backward_minibatch_id)
             return phase.answered(tensor_name, backward_minibatch_id)
 
+    @checked(sending=FLAG)
     def increment_messaging_index(self, sending: bool) -> None:
         """All tensors of a minibatch were received, or with ``sending`` sent back: go on."""
         self._progress.go_on(sending=sending)
@@ -384,8 +417,10 @@ class CommunicationHandler:
             raise UsageError(f"rank {self.rank}: {missing}")
         return self._place
 
-    def _current(self) -> Phase:
+    def _current(self, backward: bool = False) -> Phase:
         self._ready()
+        if not is_a(backward, bool):
+            expect(f"rank {self.rank}", "backward", backward, FLAG)
         if self._phase is None:
             raise UsageError(f"rank {self.rank}: no phase: start_helper_threads comes first")
         return self._phase

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stagelink.arguments import is_a
 from stagelink.errors import UsageError
 from stagelink.interop.pipedream.carrying import check_dtype, check_target, packed, unpacked
 from stagelink.interop.pipedream.channels import channel
@@ -94,10 +95,26 @@ class Phase:
         """The end, on this rank; waits for no other."""
         self._session.leave()
 
+    def minibatch(self, number: int) -> int:
+        """The rank's minibatch of a number, as it is numbered in the whole pipeline.
+
+        Raises:
+            UsageError: the rank has no such minibatch in this phase.
+        """
+        if not isinstance(number, int):
+            raise UsageError(f"{self._rank}: a minibatch's id is an int, not {number!r}")
+        if not 0 <= number < len(self.mine):
+            raise UsageError(
+                f"{self._rank}: minibatch {number} of this phase, which was started with "
+                f"{len(self.mine)} iterations here; with fewer iterations than warm-up the "
+                "caller's loop must do fewer forwards"
+            )
+        return self.mine[number]
+
     def send(self, name: str, tensor: torch.Tensor | None, number: int) -> None:
         """Send forward; waits for nothing but a place in the window."""
         passed = self._known(self._outgoing, name, "sends")
-        minibatch = self._minibatch(number)
+        minibatch = self.minibatch(number)
         message = None if tensor is None else self._message(passed, tensor)
         if self.forward_only and ACK in self._outgoing and minibatch not in self._asked_for_ack:
             # An ack answers this message, which nobody but the ack's sender looks at.
@@ -126,7 +143,7 @@ class Phase:
     def recv(self, name: str, number: int) -> torch.Tensor | None:
         """Receive what was sent forward; blocks until it is here."""
         passed = self._known(self._incoming, name, "receives")
-        minibatch = self._minibatch(number)
+        minibatch = self.minibatch(number)
         tensor = self._session.recv(self._way(passed, minibatch), minibatch)
         self._received[name, self._peer(passed, minibatch)] = number
         if tensor is None:
@@ -143,7 +160,7 @@ class Phase:
     def answer(self, name: str, tensor: torch.Tensor | None, number: int) -> None:
         """Send back a gradient, or what stands for one, or an ack; never waits for room."""
         passed = self._answerable(self._incoming, name, "receives")
-        minibatch = self._minibatch(number)
+        minibatch = self.minibatch(number)
         way = self._way(passed, minibatch)
         if tensor is not None:
             check_dtype(tensor, self._place.dtypes[name], self._what(name))
@@ -156,7 +173,7 @@ class Phase:
     def answered(self, name: str, number: int) -> torch.Tensor | None:
         """Receive what was sent back; blocks until it is here."""
         passed = self._answerable(self._outgoing, name, "sends")
-        minibatch = self._minibatch(number)
+        minibatch = self.minibatch(number)
         tensor = self._session.recv_grad(self._way(passed, minibatch), minibatch)
         if tensor is None:
             return None
@@ -192,7 +209,7 @@ class Phase:
         cursor: int,
     ) -> int:
         passed = self._known(names, name, does)
-        peer = self._peer(passed, self._minibatch(cursor))
+        peer = self._peer(passed, self.minibatch(cursor))
         last = done.get((name, peer), -1)
         if cursor > last:
             return cursor
@@ -210,19 +227,8 @@ class Phase:
         ends = [stages[s][replicas[s][minibatch]] for s in (passed.source, passed.target)]
         return channel(passed.name, *ends)
 
-    def _minibatch(self, number: int) -> int:
-        if not isinstance(number, int):
-            raise UsageError(f"{self._rank}: a minibatch's id is an int, not {number!r}")
-        if not 0 <= number < len(self.mine):
-            raise UsageError(
-                f"{self._rank}: minibatch {number} of this phase, which was started with "
-                f"{len(self.mine)} iterations here; with fewer iterations than warm-up the "
-                "caller's loop must do fewer forwards"
-            )
-        return self.mine[number]
-
     def _known(self, names: Mapping[str, Passed], name: str, does: str) -> Passed:
-        if name not in names:
+        if not is_a(name, str) or name not in names:
             listed = ", ".join(map(repr, names)) or "nothing"
             raise UsageError(f"{self._rank} {does} no {name!r} in this phase; it {does} {listed}")
         return names[name]
