@@ -384,7 +384,7 @@ VALUES = (Exception, tuple, Enum)
 
 
 def _public() -> set[str]:
-    """Callables with arguments that ``stagelink`` offers, but for plain values and what it makes."""
+    """Callables with arguments that ``stagelink`` offers, but for values and what it makes."""
     made = {"Handler", "Session", "SendHandle", "RecvHandle", "Verdict", "Plan"}
     found = set()
     for name in stagelink.__all__:
