@@ -84,7 +84,7 @@ class MessageError(StagelinkError, ValueError):
 
 
 class MessageTypeError(MessageError, TypeError):
-    """Something that is not a tensor (nor None) was to be sent."""
+    """What was to be sent, or received into, is no tensor, or has no strided memory of its own."""
 
 
 class RefusedError(MessageError):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from stagelink.errors import MessageError
 from stagelink.exchange.out_link import SendJob
 from stagelink.transport.header import Direction, Flag, Header, MessageKind
-from stagelink.transport.payload import dtype_of, from_bytes, from_raw, raw_bytes, to_bytes
+from stagelink.transport.modes import outside_modes
+from stagelink.transport.payload import content_of, from_bytes, from_raw, raw_bytes, to_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -60,26 +61,29 @@ def seal(
     if tensor is None:
         header = Header(MessageKind.NONE, direction, 0, session, edge, microbatch)
         return SendJob(header, None)
-    dtype = dtype_of(tensor)
+    content, dtype, in_order = content_of(tensor)
     if check is not None:
-        check(tensor)
+        check(content)
     _check_carried(ways, dtype.name)
-    if tensor.device != terms.device:
-        raise MessageError(f"the tensor is on {tensor.device}, this rank's stage {terms.device}")
-    lane = ways[0].link.lane
+    if content.device != terms.device:
+        raise MessageError(f"the tensor is on {content.device}, this rank's stage {terms.device}")
     forward = direction is Direction.FORWARD
-    takes_gradient = forward and terms.trains and tensor.requires_grad and ways[0].edge.tensor.grad
+    takes_gradient = (
+        forward and terms.trains and content.requires_grad and ways[0].edge.tensor.grad
+    )
     flags = Flag.REQUIRES_GRAD if takes_gradient else 0
-    size_bytes = tensor.nbytes
+    carried, device = content, ways[0].link.lane.device
+    if device != terms.device:
+        with outside_modes():
+            carried, in_order = to_bytes(content, in_order=in_order).to(device), True
     payload: torch.Tensor | bytes
     private = False
-    carried = tensor if lane.device == terms.device else tensor.to(lane.device)
-    if size_bytes <= terms.inline_bytes and carried.is_cpu:
-        payload = raw_bytes(carried)
+    if content.nbytes <= terms.inline_bytes and carried.is_cpu:
+        payload = raw_bytes(carried, in_order=in_order)
         flags |= Flag.INLINE
     else:
-        payload = to_bytes(carried)
-        private = payload.data_ptr() != tensor.data_ptr()
+        payload = to_bytes(carried, in_order=in_order)
+        private = payload.data_ptr() != content.data_ptr()
     header = Header(
         MessageKind.DATA if forward else MessageKind.GRAD,
         direction,
@@ -88,8 +92,8 @@ def seal(
         edge,
         microbatch,
         dtype_code=dtype.code,
-        payload_bytes=size_bytes,
-        shape=tuple(tensor.shape),
+        payload_bytes=content.nbytes,
+        shape=tuple(content.shape),
     )
     return SendJob(header, payload, private=private)
 
@@ -103,7 +107,10 @@ def unseal(arrival: Arrival, terms: Terms) -> torch.Tensor | None:
         tensor = from_raw(payload, arrival.header.dtype, arrival.header.shape)
     else:
         tensor = from_bytes(payload, arrival.header.dtype, arrival.header.shape)
-    return tensor if tensor.device == terms.device else tensor.to(terms.device)
+    if tensor.device == terms.device:
+        return tensor
+    with outside_modes():
+        return tensor.to(terms.device)
 
 
 def check_contract(edge: Edge, tensor: torch.Tensor) -> None:

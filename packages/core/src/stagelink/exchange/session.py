@@ -20,6 +20,7 @@ from stagelink.schedule import UNTIL_END, rank_for
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header
 from stagelink.transport.lanes import device_here
+from stagelink.transport.modes import outside_modes
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -198,7 +199,9 @@ class Session:
 
         Args:
             name: a tensor of the plan that this stage produces.
-            tensor: what to send; None arrives as None.
+            tensor: what to send; None arrives as None. The result of an asynchronous collective
+                is waited for; subclasses that only add to a tensor arrive as tensors. Whatever
+                has no strided memory of its own, as a DTensor or a nested one, is refused.
             microbatch: one of `mine`.
             copy: with True the tensor may be changed as soon as this returns. With False it must
                 stay as it is until the handle is done.
@@ -394,7 +397,8 @@ class Session:
             self._mail.into.post_credit(way.peer, key)
         tensor = unseal(arrival, self._terms)
         if tensor is not None and arrival.header.requires_grad:
-            tensor.requires_grad_()
+            with outside_modes():
+                tensor.requires_grad_()
         return tensor
 
     def _recv_backward(
@@ -415,7 +419,8 @@ class Session:
             self._mail.out.release(forward, self.number, key.microbatch)
             self._returning.remove((key.edge, key.microbatch))
             if gradient is not None:
-                total = gradient if total is None else total.add_(gradient)
+                with outside_modes():
+                    total = gradient if total is None else total.add_(gradient)
         return total
 
     def _receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from stagelink.errors import UsageError
+from stagelink.errors import MessageError, UsageError
+from stagelink.transport.payload import memory_of
 
 __all__ = ["GradientBuffer"]
 
@@ -47,7 +48,7 @@ class GradientBuffer:
             takes_part: whether this replica counts where `hand_out` makes a mean.
 
         Raises:
-            UsageError: one is sparse.
+            UsageError: one is sparse, or has no strided memory of its own.
         """
         self._takes_part.fill_(takes_part)
         for place, parameter in enumerate(self._parameters):
@@ -70,15 +71,28 @@ class GradientBuffer:
         marks = self._marks.tolist()
         for parameter, values, mark in zip(self._parameters, self._gradients, marks, strict=True):
             if mark:
-                if parameter.grad is None:
+                if parameter.grad is None or not _is_writable(parameter.grad):
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(values.view(parameter.shape))
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    if gradient.layout is torch.strided:
-        return gradient
-    raise UsageError(
-        f"a gradient of shape {tuple(gradient.shape)} has layout {gradient.layout}; the replicas "
-        "of a stage add up dense ones only"
-    )
+    """A gradient with memory.
+
+    Raises:
+        UsageError: it has none; named.
+    """
+    try:
+        return memory_of(gradient)[0]
+    except MessageError as error:
+        raise UsageError(
+            f"the replicas of a stage add up dense gradients only: {error}"
+        ) from error
+
+
+def _is_writable(gradient: torch.Tensor) -> bool:
+    try:
+        memory_of(gradient, written=True)
+    except MessageError:
+        return False
+    return True

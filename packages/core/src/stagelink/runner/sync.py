@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stagelink.errors import MessageError
 from stagelink.runner.gradients import GradientBuffer
 from stagelink.runner.replicas import ReplicaGroup
-from stagelink.transport.payload import to_bytes
+from stagelink.transport.payload import bytes_of, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,10 +57,12 @@ class ReplicaSync:
         Raises:
             DisagreementError: their tensors differ in number, order, shape or dtype; before the
                 first epoch, also if in their values.
+            MessageError: one has no strided memory of its own.
         """
         trained, buffers = self._of_stage.stepped(), self._of_stage.buffers()
         if self._all_gradients:
             trained += self._of_stage.beside()
+        self._check_memory([*trained, *self._of_stage.parameters(), *buffers])
         is_new = self._group is None
         group = self._replicas()
         group.agree(_digest(_layout(tensor) for tensor in [*trained, *buffers]), _SHAPES)
@@ -69,6 +72,16 @@ class ReplicaSync:
         if [*map(id, trained)] != [*map(id, self._trained)]:
             self._trained = trained
             self._gradients = _buffers(trained, group.size)
+
+    def _check_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            try:
+                memory_of(tensor, written=True)
+            except MessageError as error:
+                raise type(error)(
+                    f"rank {self._comm.rank}: a parameter or buffer of stage "
+                    f"{self._comm.stage.name!r} cannot be kept equal over replicas: {error}"
+                ) from error
 
     def add_gradients(self) -> None:
         """Replace every gradient by its sum over the replicas, added in their order.
@@ -100,7 +113,7 @@ class ReplicaSync:
         buffers = self._of_stage.buffers()
         if not buffers:
             return
-        flat = torch.cat([to_bytes(buffer).cpu() for buffer in buffers])
+        flat = torch.cat([bytes_of(buffer).cpu() for buffer in buffers])
         self._replicas().broadcast(flat, replica)
         parts = torch.split(flat, [buffer.numel() * buffer.element_size() for buffer in buffers])
         with torch.no_grad():
@@ -126,7 +139,7 @@ def _layout(tensor: torch.Tensor) -> bytes:
 
 
 def _content(tensor: torch.Tensor) -> memoryview:
-    return to_bytes(tensor).cpu().numpy().data
+    return bytes_of(tensor).cpu().numpy().data
 
 
 def _digest(parts: Iterable[bytes | memoryview]) -> bytes:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+
+from stagelink.transport.modes import outside_modes
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -62,7 +64,10 @@ class Lane(ABC):
 
     @abstractmethod
     def entered(self, after: Moment | None = None) -> AbstractContextManager[None]:
-        """Make it the thread's current stream; what is queued then comes after the moment."""
+        """Make it the thread's current stream; what is queued then comes after the moment.
+
+        No mode of torch's that the thread is in holds there: see `stagelink.transport.modes`.
+        """
 
     @abstractmethod
     def buffer(self, size_bytes: int) -> torch.Tensor:
@@ -118,7 +123,6 @@ class HostLane(Lane):
 
     device = torch.device("cpu")
     handle = 0
-    _entered = nullcontext()
 
     def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
         self._take = take
@@ -130,9 +134,9 @@ class HostLane(Lane):
         """Everything is done."""
 
     def entered(self, after: Moment | None = None) -> AbstractContextManager[None]:
-        """Nothing to enter."""
+        """Nothing to enter but the modes to leave."""
         del after
-        return self._entered
+        return outside_modes()
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """From the pool."""
@@ -148,7 +152,8 @@ class HostLane(Lane):
 
     def kept(self, payload: torch.Tensor) -> torch.Tensor:
         """A copy in a buffer from the pool."""
-        return self._take(payload.numel()).copy_(payload)
+        with outside_modes():
+            return self._take(payload.numel()).copy_(payload)
 
     def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
         """It is there."""
@@ -195,7 +200,7 @@ class CudaLane(Lane):
     @contextmanager
     def entered(self, after: Moment | None = None) -> Iterator[None]:
         """As `torch.cuda.stream`; it sets the thread's device as well."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), outside_modes():
             if isinstance(after, CudaMoment):
                 self._stream.wait_event(after.event)
             yield
@@ -216,7 +221,8 @@ class CudaLane(Lane):
 
     def kept(self, payload: torch.Tensor) -> torch.Tensor:
         """A clone; it is kept until the transport has read it."""
-        return payload.clone()
+        with outside_modes():
+            return payload.clone()
 
     def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
         """By an event; and torch's allocator learns that the memory is used there as well."""

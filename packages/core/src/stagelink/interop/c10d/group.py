@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stagelink.errors import StagelinkError
+from stagelink.errors import MessageError, StagelinkError
 from stagelink.exchange.arrival import Arrival
 from stagelink.exchange.out_link import SendJob
 from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions
 from stagelink.interop.c10d.tools import recorded, untraced
-from stagelink.interop.c10d.works import RecvWork, SendWork
+from stagelink.interop.c10d.works import Given, RecvWork, SendWork
 from stagelink.transport.addresses import check_reachable, is_loopback
 from stagelink.transport.contract import Deadline
 from stagelink.transport.gloo_groups import THREADS, VARIABLE, gloo_group, named_by_variable
 from stagelink.transport.header import Flag, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
-from stagelink.transport.payload import dtype_of, raw_bytes, to_bytes
+from stagelink.transport.modes import outside_modes
+from stagelink.transport.payload import content_of, raw_bytes, target_of, to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,25 +193,33 @@ class StagelinkGroup(dist.ProcessGroup):
             tag: not negative.
 
         Raises:
-            DistBackendError: it cannot be sent, the peer has closed, or the group has failed.
+            DistBackendError: it cannot be sent, the peer has closed, or the group has failed. What
+                cannot be sent is a `stagelink.MessageError` as well, and the peer's receive
+                raises the same text.
         """
         (tensor,) = tensors
         with recorded("c10d::send", tensor, peer, tag):
             return self._send(tensor, peer, tag)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> SendWork:
-        mesh, place = self._mesh_for(tensor), self._place(peer, tag)
+        place = self._place(peer, tag)
         what = f"send to rank {place} with tag {tag}"
+        try:
+            content, dtype, in_order = content_of(tensor)
+        except MessageError as error:
+            raise self._refused(what, peer, tag, error) from error
+        mesh = self._mesh_for(content)
         try:
             mesh.plane.check()
             mesh.plane.check_here(place, "a receive there")
             like = Header(
                 MessageKind.DATA,
-                dtype_code=dtype_of(tensor).code,
-                payload_bytes=tensor.nbytes,
-                shape=tuple(tensor.shape),
+                dtype_code=dtype.code,
+                payload_bytes=content.nbytes,
+                shape=tuple(content.shape),
             )
-            raw = _payload(mesh, place, tensor)  # first: where it fails, no number is taken
+            # First: where it fails, no number is taken.
+            raw = _payload(mesh, place, content, in_order=in_order)
             address = Address(self._number, place, tag, self._next(self._sent, peer, tag))
             way = self._post(mesh, address, raw, like)
         except StagelinkError as error:
@@ -218,6 +227,21 @@ class StagelinkGroup(dist.ProcessGroup):
                 raise
             raise mesh.error(what, error) from error
         return SendWork(mesh, what, self._timeout, tensor, way)
+
+    def _refused(
+        self, what: str, peer: int, tag: int, error: MessageError
+    ) -> dist.DistBackendError:
+        """Have the peer's receive raise as well; returns what to raise here."""
+        place = self._places[peer]
+        address = Address(self._number, place, tag, self._next(self._sent, peer, tag))
+        for mesh in self._meshes.values():  # one of them is the one that the peer receives on
+            try:
+                mesh.refuse(address, f"rank {self._ranks[self._rank]}, {what}: {error}")
+            except StagelinkError as worse:
+                if stops_caller(worse):
+                    raise
+                return mesh.error(what, worse)
+        return self._meshes["cpu"].error(what, error)
 
     @staticmethod
     def _post(
@@ -250,25 +274,31 @@ class StagelinkGroup(dist.ProcessGroup):
             tag: not negative.
 
         Raises:
-            DistBackendError: nothing can be received into it, or the group has failed.
+            DistBackendError: nothing can be received into it, which is a
+                `stagelink.MessageError` as well and takes no message; or the group has failed.
         """
         (tensor,) = tensors
         with recorded("c10d::recv_", tensor, peer, tag):
             return self._recv(tensor, peer, tag)
 
     def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> RecvWork:
-        mesh, place = self._mesh_for(tensor), self._place(peer, tag)
+        place = self._place(peer, tag)
         what = f"receive from rank {place} with tag {tag}"
         try:
+            target = target_of(tensor)
+        except MessageError as error:
+            raise self._meshes["cpu"].error(what, error) from error
+        mesh = self._mesh_for(target[0])
+        try:
             mesh.plane.check()
-            dtype_of(tensor)
             link = None if place == mesh.rank else mesh.link_from(place)
         except StagelinkError as error:
             if stops_caller(error):
                 raise
             raise mesh.error(what, error) from error
         address = Address(self._number, place, tag, self._next(self._asked, peer, tag))
-        work = RecvWork(mesh, what, self._timeout, tensor, peer, address, link)
+        given = Given(tensor, *target)
+        work = RecvWork(mesh, what, self._timeout, given, peer, address, link)
         mesh.box.ask(address, work)
         return work
 
@@ -378,13 +408,16 @@ def _checked(backend: Any, given: Any, store: Store) -> Any:
     )
 
 
-def _payload(mesh: Mesh, place: int, tensor: torch.Tensor) -> bytes | torch.Tensor:
+def _payload(
+    mesh: Mesh, place: int, tensor: torch.Tensor, *, in_order: bool
+) -> bytes | torch.Tensor:
     """What is sent: bytes, if it goes beside the header."""
     if place == mesh.rank:
-        return to_bytes(tensor).clone()
+        with outside_modes():
+            return to_bytes(tensor, in_order=in_order).clone()
     if tensor.is_cpu and tensor.nbytes <= mesh.plan.control.inline_bytes:
-        return raw_bytes(tensor)
-    return to_bytes(tensor)
+        return raw_bytes(tensor, in_order=in_order)
+    return to_bytes(tensor, in_order=in_order)
 
 
 def _connect(given: Any, options: C10dOptions, ranks: Sequence[int]) -> dict[str, Mesh]:

@@ -39,9 +39,8 @@ class Address(NamedTuple):
     number: int
 
     def header(self, direction: Direction, like: Header) -> Header:
-        """The header of a message to this address, with dtype, size and flags as given."""
+        """The header of a message to this address; kind, dtype, size and flags as given."""
         return like._replace(
-            kind=MessageKind.DATA,
             direction=direction,
             session=self.group // _WORD,
             edge=self.group % _WORD,
@@ -85,11 +84,15 @@ class Mailbox:
         self._here: dict[Address, Arrival] = {}
         self._claimed: dict[Arrival, Claim] = {}
         self._forgotten: set[int] = set()
-        plane.handle(MessageKind.DATA, self._on_message)
+        for kind in (MessageKind.DATA, MessageKind.REFUSED):
+            plane.handle(kind, self._on_message)
 
     def _on_message(self, peer: int, frame: Frame) -> None:
         arrival = Arrival(frame.header, peer)
         address = Address.of(peer, frame.header)
+        refused = frame.header.kind is MessageKind.REFUSED
+        if refused:
+            arrival.refusal = frame.note.decode(errors="replace")
         with self._lock:
             claim = self._claims.pop(address, None)
             if claim is None:
@@ -97,7 +100,7 @@ class Mailbox:
             else:
                 claim.meet(arrival)
                 self._claimed[arrival] = claim
-        if frame.header.inline:
+        if refused or frame.header.inline:
             arrival.payload = frame.payload
             self.on_settled(arrival)
         else:

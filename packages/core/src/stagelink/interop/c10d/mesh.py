@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from stagelink.control.rendezvous import Rendezvous
+from stagelink.errors import MessageError, MessageTypeError, RefusedError
+from stagelink.exchange.arrival import Arrival
 from stagelink.exchange.joint import Joint
 from stagelink.exchange.topology import routes_of
 from stagelink.exchange.ways import Ways
-from stagelink.interop.c10d.mailbox import Mailbox
+from stagelink.interop.c10d.mailbox import Address, Mailbox
 from stagelink.transport.choice import asked_for
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header, MessageKind
@@ -41,7 +43,27 @@ _WINDOW = 16
 """Messages under way for which a link with memory of its own provides; there may be more."""
 
 _EXIT_S = 1.0
+_MAX_TEXT_BYTES = 64 * 1024
 _open: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+class _NoMessage(dist.DistBackendError, MessageError):
+    """A message breaks its contract."""
+
+
+class _NoTensor(dist.DistBackendError, MessageTypeError):
+    """Something cannot be sent, or received into, for what it is."""
+
+
+class _Refused(dist.DistBackendError, RefusedError):
+    """The peer could not send the message that is received."""
+
+
+_OURS: dict[type[Exception], type[dist.DistBackendError]] = {
+    MessageTypeError: _NoTensor,
+    RefusedError: _Refused,
+    MessageError: _NoMessage,
+}
 
 
 class Mesh(Joint):
@@ -143,11 +165,28 @@ class Mesh(Joint):
         del frame
         self._need(peer)
 
+    def refuse(self, address: Address, text: str) -> None:
+        """Have whoever receives this message raise.
+
+        Raises:
+            StagelinkError: the group has failed, or the peer has closed.
+        """
+        header = address.header(self.direction_to(address.peer), Header(MessageKind.REFUSED))
+        if address.peer == self.rank:
+            arrival = Arrival(header, self.rank)
+            arrival.refusal = text
+            self.box.put(address, arrival)
+            return
+        self.plane.check()
+        self.plane.check_here(address.peer, "a receive there")
+        self.plane.post(address.peer, header, text.encode()[:_MAX_TEXT_BYTES])
+
     def error(self, what: str, error: BaseException) -> dist.DistBackendError:
-        """An error for torch's caller."""
+        """An error for torch's caller; of a message that cannot be, also one of ours."""
         places = [*range(len(self._ranks))]
         named = "" if [*self._ranks] == places else f" (ranks here are places in {self._ranks})"
-        return dist.DistBackendError(f"{what}: {error}{named}")
+        made = next((new for old, new in _OURS.items() if isinstance(error, old)), None)
+        return (made or dist.DistBackendError)(f"{what}: {error}{named}")
 
     def close(self, deadline: Deadline) -> dict[Link, int]:
         """As `Joint.close`; the second time, or in a fork, nothing is done."""

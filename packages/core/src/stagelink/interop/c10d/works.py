@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from stagelink.errors import ClosedError, StagelinkError
+from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
 from stagelink.exchange.driving import wait_driving
 from stagelink.interop.c10d.tools import recorded, untraced
 from stagelink.transport.contract import Deadline
 from stagelink.transport.interrupts import stops_caller
-from stagelink.transport.payload import dtype_of, from_bytes, is_plain, to_bytes
+from stagelink.transport.modes import outside_modes
+from stagelink.transport.payload import from_bytes, has_memory, to_bytes
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -25,9 +26,26 @@ if TYPE_CHECKING:
     from stagelink.exchange.out_link import OutLink, SendJob
     from stagelink.interop.c10d.mailbox import Address
     from stagelink.interop.c10d.mesh import Mesh
+    from stagelink.plan.dtypes import DType
     from stagelink.transport.lanes import Moment
 
-__all__ = ["RecvWork", "SendWork"]
+__all__ = ["Given", "RecvWork", "SendWork"]
+
+
+class Given(NamedTuple):
+    """What a caller wants a message in.
+
+    Attributes:
+        tensor: as the caller gave it.
+        memory: the tensor that is written; see `stagelink.transport.payload.target_of`.
+        dtype: its element type on the wire.
+        in_order: whether its memory is its elements in logical order.
+    """
+
+    tensor: torch.Tensor
+    memory: torch.Tensor
+    dtype: DType
+    in_order: bool
 
 
 class _MessageWork(dist.Work):
@@ -86,7 +104,7 @@ class _MessageWork(dist.Work):
             raise self._mesh.error(self._what, error) from error
         if self._error is not None:
             # As a new one: the same, raised again and again, would keep every caller's frames.
-            raise dist.DistBackendError(str(self._error)) from self._error.__cause__
+            raise type(self._error)(str(self._error)) from self._error.__cause__
         return True
 
     def _wait(self, deadline: Deadline) -> bool:
@@ -188,7 +206,8 @@ class RecvWork(_MessageWork):
     """A message from a peer; over when it is in the caller's tensor.
 
     Args:
-        mesh, what, timeout, tensor: as above.
+        mesh, what, timeout: as above.
+        given: where it goes.
         source: the peer, by its place in the group.
         address: what the message is found by.
         link: by which it comes; None where it is this rank's own.
@@ -201,16 +220,16 @@ class RecvWork(_MessageWork):
         mesh: Mesh,
         what: str,
         timeout: timedelta,
-        tensor: torch.Tensor,
+        given: Given,
         source: int,
         address: Address,
         link: InLink | None,
     ) -> None:
-        super().__init__(mesh, what, timeout, tensor.detach())
+        super().__init__(mesh, what, timeout, given.tensor)
+        self._given = given
         self._source = source
         self._address = address
         self._link = link
-        self._plain = is_plain(tensor)
         self._after = None if link is None else link.lane.callers_moment()
         self._moment: Moment | None = None
         self._over = False
@@ -219,14 +238,17 @@ class RecvWork(_MessageWork):
 
     def meet(self, arrival: Arrival) -> None:
         """Lend the caller's own tensor, where the message fits it byte by byte."""
-        if self._plain and arrival.header.payload_bytes == self._tensor.nbytes:
+        memory = self._given.memory
+        fits = arrival.header.payload_bytes == memory.nbytes and has_memory(memory)
+        if fits and self._given.in_order:
             arrival.after = self._after
-            arrival.buffer = to_bytes(self._tensor)
+            arrival.buffer = to_bytes(memory, in_order=True)
 
     def take(self, arrival: Arrival) -> None:
         """The message is whole."""
         try:
-            self._fill(arrival)
+            with outside_modes():  # of whichever thread finished the message
+                self._fill(arrival)
         except Exception as error:  # for `wait` to raise
             if stops_caller(error):
                 raise
@@ -239,15 +261,20 @@ class RecvWork(_MessageWork):
         self._error, self._over = self._mesh.error(self._what, closed), True
 
     def _fill(self, arrival: Arrival) -> None:
+        if arrival.refusal is not None:
+            raise RefusedError(arrival.refusal)
+        memory = self._given.memory
         size, payload = arrival.header.payload_bytes, arrival.payload
-        if size != self._tensor.nbytes:
+        if size != memory.nbytes:
             raise ValueError(
                 f"the message has {size} bytes (shape {list(arrival.header.shape)}), the tensor "
-                f"{self._tensor.nbytes} (shape {list(self._tensor.shape)})"
+                f"{memory.nbytes} (shape {list(memory.shape)})"
             )
         self._moment = arrival.moment
         if payload is None or payload is arrival.buffer or not size:
             return
+        if not has_memory(memory):
+            raise MessageError("the tensor's memory was freed before the message came")
         if isinstance(payload, bytes):
             payload = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         if self._link is None:
@@ -259,15 +286,14 @@ class RecvWork(_MessageWork):
             self._moment = lane.moment()
 
     def _copy(self, payload: torch.Tensor) -> None:
-        tensor = self._tensor
-        if not self._plain:
-            # The mode is each thread's own, and this is whichever finished the message.
-            with torch.inference_mode(tensor.is_inference()):
-                tensor.copy_(from_bytes(payload, dtype_of(tensor), tuple(tensor.shape)))
-        elif tensor.is_cpu:
-            ctypes.memmove(tensor.data_ptr(), payload.data_ptr(), payload.numel())
+        _, memory, dtype, in_order = self._given
+        if not in_order:
+            with torch.inference_mode(memory.is_inference()):
+                memory.copy_(from_bytes(payload, dtype, tuple(memory.shape)))
+        elif memory.is_cpu:
+            ctypes.memmove(memory.data_ptr(), payload.data_ptr(), payload.numel())
         else:
-            to_bytes(tensor).copy_(payload)
+            to_bytes(memory, in_order=True).copy_(payload)
 
     # -- what c10d asks
 
@@ -299,7 +325,7 @@ class RecvWork(_MessageWork):
         """
         super().wait(timeout)
         if self._link is not None and self._moment is not None:
-            self._link.lane.hand_over(self._tensor, self._moment)
+            self._link.lane.hand_over(self._given.memory, self._moment)
         return True
 
     @untraced

@@ -1,0 +1,53 @@
+"""The library's own tensors are made outside the modes that a caller's thread is in.
+
+A thread that waits reads for the whole rank, whatever mode its program waits in. A buffer that is
+allocated under a fake tensor mode has no memory, inside ``torch.func.grad`` it is a wrapper, and
+under ``torch.inference_mode`` it cannot take part in training later.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+__all__ = ["outside_modes"]
+
+_NO_MODE = nullcontext()
+_dispatching = torch._C._len_torch_dispatch_stack
+_overriding = torch._C._len_torch_function_stack
+_transforming = torch._C._functorch.peek_interpreter_stack
+
+
+def outside_modes() -> AbstractContextManager[None]:
+    """Leave, for a ``with`` block, every mode of torch's that the calling thread is in.
+
+    Those are dispatch modes (fake tensors), function modes (a default device), transforms of
+    ``torch.func``, and inference mode.
+    """
+    if (
+        _dispatching()
+        or _overriding()
+        or torch.is_inference_mode_enabled()
+        or _transforming() is not None
+    ):
+        return _outside()
+    return _NO_MODE
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    with (
+        torch._C.DisableTorchFunction(),
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch.inference_mode(mode=False),
+    ):
+        yield
