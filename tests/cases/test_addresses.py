@@ -49,14 +49,13 @@ def test_c015_nobody_is_there() -> None:
     plan = _plan(connect_deadline_s=0.5)
     with pytest.raises(stagelink.ConnectError, match=f"no answer from the store at {where} with"):
         stagelink.connect(plan, rank=1, world_size=2, store=f"tcp://{where}", run_id="run")
-    for thread in threading.enumerate():
-        if thread.name == "stagelink-store":  # torch is a little slower to give up
-            thread.join(20)
 
 
 def test_c015_a_rank_does_not_come() -> None:
     plan = _plan(connect_deadline_s=0.3)
-    with pytest.raises(stagelink.ConnectError, match=r"rank 0: no answer from rank 1 within 0\.3"):
+    with pytest.raises(
+        stagelink.ConnectError, match=r"rank 0: missing: 1, not here within 0\.3 s"
+    ):
         stagelink.connect(plan, rank=0, world_size=2, store=HashStore(), run_id="run")
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import _thread
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
 
 import stagelink
 from stagelink.control import turns
@@ -132,23 +132,9 @@ def _fails(comm: stagelink.Handler) -> None:
 
 
 _Start = Callable[[Callable[[], None], tuple[()]], int]
-_start: _Start = _thread.start_new_thread
 
 
-def _start_slowly(run: Callable[[], None], arguments: tuple[()]) -> int:
-    def run_late() -> None:
-        threading.Event().wait(0.1)
-        run()
-
-    return _start(run_late, arguments)
-
-
-@pytest.mark.parametrize("start", [_start, _start_slowly])
-def test_a_waiting_rank_finds_the_abort_key(
-    monkeypatch: pytest.MonkeyPatch, start: _Start
-) -> None:
-    """And closes, though it is still telling others of it."""
-    monkeypatch.setattr(_thread, "start_new_thread", start)  # threading has its own name for it
+def test_a_waiting_rank_finds_the_abort_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "_LONG_S", 0.1)
     monkeypatch.setattr(turns, "_LOOK_S", 0.05)
     monkeypatch.setattr(watch, "_EVERY_S", 0.05)
@@ -157,7 +143,7 @@ def test_a_waiting_rank_finds_the_abort_key(
         with joined(rank, world_size, store, document(LOOPBACK)) as comm:
             if rank == 0:
                 text = '{"rank":7,"text":"what no connection told"}'
-                comm._engine.rendezvous.client().tell_failure(text)
+                comm._engine.rendezvous.tell_failure(text)
             with pytest.raises(stagelink.AbortedError) as caught:
                 comm.wait(Future(), "what never happens")
             return str(caught.value)
@@ -176,7 +162,7 @@ def _start_in_vain(run: Callable[[], None], arguments: tuple[()]) -> int:
 
 @pytest.mark.parametrize("start", [_start_nothing, _start_in_vain])
 def test_a_failure_is_told_though_no_thread_can_be_started(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: _Start
+    monkeypatch: pytest.MonkeyPatch, start: _Start
 ) -> None:
     connected = threading.Barrier(2, timeout=20)
 
@@ -193,27 +179,23 @@ def test_a_failure_is_told_though_no_thread_can_be_started(
 
     for text in run_threads(run, 2):
         assert "OSError: out of memory" in text
-    told = "rank 0: no thread to reach the store: can't start new thread"
-    assert (told in caplog.text) == (start is _start_nothing)
 
 
 def test_a_failure_is_left_in_the_store() -> None:
-    def run(rank: int, world_size: int, store: Store) -> str | None:
-        client = None
+    def run(rank: int, world_size: int, store: Store) -> str:
+        keys = None
         try:
             with joined(rank, world_size, store, document(LOOPBACK)) as comm:
-                client = comm._engine.rendezvous.client()
+                rendezvous = comm._engine.rendezvous
+                keys = PrefixStore(f"{rendezvous._keys.prefix}/{rendezvous.generation}", store)
                 comm.reduce([0.0])
                 if rank == 0:
                     _raise("user")
                 comm.reduce([0.0])
         except (OSError, stagelink.AbortedError):
             pass
-        assert client is not None
-        until = time.monotonic() + 10
-        while client.failure() is None and time.monotonic() < until:
-            time.sleep(0.01)
-        return client.failure()
+        assert keys is not None
+        return keys.get("abort").decode()
 
     for text in run_threads(run, 2):
         assert text == '{"rank":0,"text":"rank 0 failed: OSError: the user is stuck"}'

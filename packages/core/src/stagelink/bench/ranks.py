@@ -26,7 +26,7 @@ from stagelink.bench.handled import WINDOW, HandlerPipe, LinkPipe, pair_plan
 from stagelink.bench.pipes import IN_FLIGHT, Timed, read, timed
 from stagelink.bench.raw import COPIERS, Copier, RawPipe, copy_once
 from stagelink.bench.records import KINDS, ONE_WAY_READ, Record, Subject
-from stagelink.control.rendezvous import Launch
+from stagelink.control.launch import Launch, StoreAddress
 from stagelink.exchange.connect import join
 from stagelink.exchange.handler import Handler
 from stagelink.transport.contract import Deadline
@@ -209,8 +209,9 @@ def pipes_of(
 ) -> Iterator[list[Pipe]]:
     """A link that no handler uses, and a handler without and with a copy, over a transport."""
     plan = pair_plan(transport)
-    comm = Handler(*join(plan, Launch(rank, 2, f"bench/{transport}", store), Plugins()))
-    engine, _ = join(plan, Launch(rank, 2, f"bench/{transport}/link", store), Plugins())
+    where = StoreAddress.parse(store)
+    comm = Handler(*join(plan, Launch(rank, 2, f"bench/{transport}", where), Plugins()))
+    engine, _ = join(plan, Launch(rank, 2, f"bench/{transport}/link", where), Plugins())
     handled = [HandlerPipe(comm, transport, copy=copy) for copy in (False, True)]
     with comm:
         yield [LinkPipe(engine, transport), *handled]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagelink.control.fields import decode, encode
 from stagelink.control.listening import listen, own_address_by
+from stagelink.control.missing import wait_for_ranks
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
 from stagelink.transport.header import VERSION
 from stagelink.transport.host import process_id, server_id
@@ -112,22 +113,16 @@ class Meeting:
         self._wait_greeted(deadline)
 
     def _wait_greeted(self, deadline: Deadline) -> None:
-        if self._plane.wait(self._greeted, deadline):
-            return
-        late = ", ".join(str(p) for p in sorted(self._expected - self.greetings.keys()))
-        raise ConnectError(
-            f"rank {self._plane.rank}: no answer from rank {late} within {deadline.seconds:g} s, "
-            "though it had published its address"
-        )
+        wait_for_ranks(self._plane, self._rendezvous, "HELLO", self._ungreeted, deadline)
 
-    def _greeted(self) -> bool:
+    def _ungreeted(self) -> frozenset[int]:
         for connection, peer in self._dialled.items():
             if connection.fileno() < 0 and peer not in self.greetings:
                 raise ConnectError(
                     f"rank {self._plane.rank}: rank {peer} hung up before it said HELLO; did "
                     "it fail?"
                 )
-        return self._expected <= self.greetings.keys()
+        return self._expected - self.greetings.keys()
 
     def _listen_unix(self) -> str:
         if not _UNIX:

@@ -1,293 +1,361 @@
-"""How ranks find each other: claims, addresses, the job's token and the abort key in a c10d store.
+"""How ranks find each other: places, addresses, the job's token and the abort key in a c10d store.
 
 The store is needed while connecting, and while a pair of ranks opens its links, at whatever time
 it does; afterwards only the abort key and the leaving of ranks are kept in it, and nothing that
-moves tensors touches it. Keys carry run id, restart count, plan name and generation, so that a
-second `stagelink.connect` on the same store meets no key of the first.
+moves tensors touches it. Every call of it is bounded, see `stagelink.control.store`.
+
+Ranks that meet are one generation. Rank 0 makes its name, which nobody can know before, and leaves
+it where all look; the others take their places in it, and it is complete when rank 0 has seen them
+all there. So what an earlier generation left in the store, that of processes which have died
+included, is never taken for what this one says.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
-import socket
-import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed import FileStore, PrefixStore, TCPStore
-
-from stagelink.control.listening import store_host
-from stagelink.errors import ConnectError, PlanError, RankTakenError
+from stagelink.control.keys import Keys, Pause
+from stagelink.control.missing import Holder, late_ranks, listed
+from stagelink.errors import ConnectError, RankTakenError
+from stagelink.transport.contract import Deadline
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    import threading
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from stagelink.transport.contract import Deadline
+    from torch.distributed import PrefixStore, Store
 
-__all__ = ["Launch", "Rendezvous", "open_store"]
+    from stagelink.control.store import StoreClient
 
-_PAUSE_S = (0.002, 0.05)
-_T = TypeVar("_T")
+__all__ = ["Rendezvous"]
 
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Who this process is in its job.
-
-    Attributes:
-        rank: its rank.
-        world_size: how many ranks there are.
-        run_id: name of the run; two runs on one store need two names.
-        store: an open store, or where to find one (``tcp://host:port``, ``file:///path``).
-    """
-
-    rank: Any
-    world_size: Any
-    run_id: str
-    store: Store | str
-
-    @classmethod
-    def resolve(
-        cls,
-        rank: int | None,
-        world_size: int | None,
-        store: Store | str | None,
-        run_id: str | None,
-        environ: Mapping[str, str] = os.environ,
-    ) -> Launch:
-        """Arguments where given, else what torchrun put into the environment, which is only read.
-
-        Raises:
-            PlanError: something is in neither place, or the environment's value is no number.
-        """
-        return cls(
-            rank=_number(environ, "RANK", "rank") if rank is None else rank,
-            world_size=(
-                _number(environ, "WORLD_SIZE", "world_size") if world_size is None else world_size
-            ),
-            run_id=_run_id(environ) if run_id is None else run_id,
-            store=_address(environ) if store is None else store,
-        )
-
-
-def _number(environ: Mapping[str, str], key: str, argument: str) -> int:
-    text = environ.get(key)
-    if text is None:
-        raise PlanError(
-            f"connect: no {argument}: pass {argument}=…, or start the ranks with 'stagelink run' "
-            f"or torchrun, which set {key}"
-        )
-    try:
-        return int(text)
-    except ValueError:
-        raise PlanError(f"connect: {key}={text!r} in the environment is no whole number") from None
-
-
-def _run_id(environ: Mapping[str, str]) -> str:
-    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{environ.get('TORCHELASTIC_RUN_ID', '')}.{restart}"
-
-
-def _address(environ: Mapping[str, str]) -> str:
-    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if host is None or port is None:
-        raise PlanError(
-            "connect: no store: pass store= (a c10d store, 'tcp://host:port' or 'file:///path'), "
-            "or start the ranks with 'stagelink run' or torchrun, which set MASTER_ADDR and "
-            "MASTER_PORT"
-        )
-    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return f"{'agent' if agent else 'tcp'}://{host}:{port}"
-
-
-def open_store(where: Store | str, rank: int, world_size: int, deadline: Deadline) -> Store:
-    """The store at an address; rank 0 hosts a ``tcp`` one. An open store is passed through.
-
-    Raises:
-        PlanError: the address has a form that is not known.
-        ConnectError: the port is in use (rank 0), or nobody answers there (the others).
-    """
-    if not isinstance(where, str):
-        return where
-    parts = urlsplit(where)
-    if parts.scheme == "file" and parts.path:
-        return FileStore(parts.path, world_size)
-    if parts.scheme not in ("tcp", "agent") or not parts.hostname or not parts.port:
-        raise PlanError(
-            f"connect: store {where!r} is no address; known forms: tcp://host:port, file:///path"
-        )
-    hosts = parts.scheme == "tcp" and rank == 0
-    host, port = parts.hostname, parts.port
-    patience = timedelta(seconds=max(deadline.remaining_s, 0.001))
-
-    def make() -> Store:
-        return TCPStore(host, port, None, hosts, patience, wait_for_workers=False)
-
-    try:
-        # In a thread of its own, since torch's constructor cannot be interrupted.
-        return _in_thread(make, deadline)
-    except (RuntimeError, TimeoutError) as error:
-        raise ConnectError(
-            _store_failure(host, port, deadline, hosts=hosts, error=error)
-        ) from error
-
-
-def _store_failure(
-    host: str, port: int, deadline: Deadline, *, hosts: bool, error: Exception
-) -> str:
-    if hosts:
-        return (
-            f"rank 0 cannot host the store at {host}:{port} ({str(error).splitlines()[0]}); "
-            "another job may hold the port: choose another one"
-        )
-    return (
-        f"no answer from the store at {host}:{port} within {deadline.seconds:g} s; "
-        "is rank 0 up there?"
-    )
-
-
-def _in_thread(make: Callable[[], _T], deadline: Deadline) -> _T:
-    outcome: list[_T] = []
-    failure: list[Exception] = []
-
-    def work() -> None:
-        try:
-            outcome.append(make())
-        except Exception as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=work, name="stagelink-store", daemon=True)
-    thread.start()
-    thread.join(deadline.remaining_s)
-    if failure:
-        raise failure[0]
-    if not outcome:
-        raise TimeoutError
-    return outcome[0]
-
-
-def _own_client(store: PrefixStore) -> PrefixStore:
-    clone: PrefixStore = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-    return clone
+_LEADER = 0
 
 
 class Rendezvous:
     """One rank's view of the keys of one generation of one pipeline.
 
+    Making one asks nothing of the store; `enter` comes first. Used from any thread.
+
     Args:
-        store: the job's store.
+        client: of the job's store; owned from now on.
         run: run id and plan name.
         rank: this rank.
         world_size: how many ranks there are.
+        restarts: see `stagelink.control.launch.Launch`.
+        patience_s: for calls that nobody gave a deadline.
 
     Attributes:
+        generation: its name, the same on every rank; empty before `claim`.
         store_host: host of the store, as this rank calls it; None where the store has none.
-
-    Raises:
-        RankTakenError: another process holds this rank in this run.
     """
 
-    def __init__(self, store: Store, run: str, rank: int, world_size: int) -> None:
-        self.store_host = store_host(store)
-        self._root = PrefixStore(f"stagelink/{run}", store)
+    def __init__(
+        self,
+        client: StoreClient,
+        run: str,
+        rank: int,
+        world_size: int,
+        *,
+        restarts: bool = False,
+        patience_s: float = 120.0,
+    ) -> None:
+        self.generation = ""
+        self.store_host = client.host
+        self._keys = Keys(client, f"stagelink/{run}")
+        self._run = run
         self._rank = rank
         self._world_size = world_size
-        # Every rank counts the generations that it has left, so all agree on the next one's
-        # number.
-        self.generation = self._root.add(f"left/{rank}", 0)
-        self._keys = self._of_generation(self._root)
-        self._claim(run)
+        self._restarts = restarts
+        self._patience_s = patience_s
+        self._holder = Holder.here(secrets.token_hex(8))
 
-    def _of_generation(self, store: Store) -> PrefixStore:
-        return PrefixStore(f"{self.generation}", store)
+    def _key(self, key: str) -> str:
+        return f"{self.generation}/{key}"
 
-    def _claim(self, run: str) -> None:
-        mine = f"{socket.gethostname()} process {os.getpid()} {secrets.token_hex(8)}"
-        holder = self._keys.compare_set(f"claim/{self._rank}", "", mine).decode()
-        if holder != mine:
-            raise RankTakenError(
-                f"rank {self._rank} of run {run!r} is taken by {holder.rsplit(' ', 1)[0]}; "
-                "start each rank once, and give a run that reuses a store another run_id"
+    def _each(self, kind: str, ranks: Iterable[int]) -> list[str]:
+        return [self._key(f"{kind}/{rank}") for rank in ranks]
+
+    # -- coming together
+
+    def enter(self, deadline: Deadline) -> None:
+        """Take this rank's place, and wait until every rank has taken its own.
+
+        Raises:
+            RankTakenError: another process has this rank.
+            ConnectError: some ranks did not come by the deadline, named; or another rank gave up.
+        """
+        self.claim(deadline)
+        self.gather(deadline)
+
+    def claim(self, deadline: Deadline) -> None:
+        """Take this rank's place; rank 0 at once, the others when it has.
+
+        Raises:
+            RankTakenError: another process has this rank.
+            ConnectError: rank 0 did not come by the deadline.
+        """
+        if self._rank == _LEADER:
+            self._lead(deadline)
+        else:
+            self._keys.set(f"here/{self._rank}", self._holder.to_json(), deadline)
+            self._follow(deadline)
+
+    def _lead(self, deadline: Deadline) -> None:
+        name = secrets.token_hex(16)
+        mine = json.dumps([name, self._holder.to_json()])
+        held = ""
+        while (found := self._keys.swap("lead", held, mine, deadline)) != mine:
+            before, holder = json.loads(found)
+            self._check_free(before, Holder.from_json(holder), deadline)
+            held = found
+        self.generation = name
+
+    def _follow(self, deadline: Deadline) -> None:
+        pause = Pause(deadline)
+        old = ""
+        while True:
+            lead, _ = self._lead_now(deadline)
+            if lead not in {"", old}:
+                if self._join(lead, deadline):
+                    self.generation = lead
+                    return
+                old = lead  # over for this rank: another is to follow
+            if deadline.passed:
+                raise self._nobody_leads(old, deadline)
+            pause.take()
+
+    def _join(self, lead: str, deadline: Deadline) -> bool:
+        """Take this rank's place in a generation; False where that is over."""
+        if not self._keys.absent([f"{lead}/left/{_LEADER}"], deadline):
+            return False
+        mine = self._holder.to_json()
+        held = self._keys.swap(f"{lead}/join/{self._rank}", "", mine, deadline)
+        if held == mine:
+            return True
+        self._check_free(lead, Holder.from_json(held), deadline)
+        return False
+
+    def _lead_now(self, deadline: Deadline) -> tuple[str, Holder | None]:
+        found = self._keys.get("lead", deadline)
+        if found is None:
+            return "", None
+        name, holder = json.loads(found)
+        return name, Holder.from_json(holder)
+
+    def _check_free(self, generation: str, holder: Holder, deadline: Deadline) -> None:
+        """Make sure that the process which has this rank's place has left, or has died."""
+        if not self._keys.absent([f"{generation}/left/{self._rank}"], deadline):
+            return
+        if not holder.is_here and (self._restarts or holder.is_dead):
+            return
+        raise RankTakenError(
+            f"rank {self._rank} of run {self._run!r} is taken by {holder.name}; "
+            "start each rank once, and give a run that reuses a store another run_id"
+        )
+
+    def gather(self, deadline: Deadline) -> None:
+        """Wait until every rank has taken its place.
+
+        Raises:
+            ConnectError: as `enter`.
+        """
+        pause = Pause(deadline)
+        while not self._complete(deadline):
+            self._check_going_on(deadline)
+            if deadline.passed:
+                raise self._incomplete(deadline)
+            pause.take()
+
+    def _complete(self, deadline: Deadline) -> bool:
+        if self._rank != _LEADER:
+            if self._lead_now(deadline)[0] != self.generation:
+                self._follow(deadline)
+            return not self._keys.absent([self._key("complete")], deadline)
+        others = range(1, self._world_size)
+        if self._keys.absent(self._each("join", others), deadline):
+            return False
+        self._keys.set(self._key("complete"), "", deadline)
+        return True
+
+    def _check_going_on(self, deadline: Deadline) -> None:
+        if cause := self.failure(deadline):
+            raise ConnectError(
+                f"rank {self._rank}: rank {cause['rank']} failed while connecting: {cause['text']}"
             )
 
+    # -- who is missing
+
+    def _nobody_leads(self, old: str, deadline: Deadline) -> ConnectError:
+        others = [rank for rank in range(1, self._world_size) if rank != self._rank]
+        absent = self._keys.absent([f"here/{rank}" for rank in others], deadline)
+        gave_up = self._keys.get(f"{old}/abort", deadline) if old else None
+        more = f"; rank 0 was here and gave up: {json.loads(gave_up)['text']}" if gave_up else ""
+        return self._not_here([_LEADER, *(others[place] for place in absent)], deadline, more)
+
+    def _incomplete(self, deadline: Deadline) -> ConnectError:
+        absent = self._keys.absent(self._each("join", range(1, self._world_size)), deadline)
+        if absent:
+            return self._not_here([place + 1 for place in absent], deadline)
+        return self.late("word that all are here", [_LEADER], deadline)
+
+    def _not_here(
+        self, missing: Sequence[int], deadline: Deadline, more: str = ""
+    ) -> ConnectError:
+        return ConnectError(
+            f"rank {self._rank}: missing: {listed(missing)}, not here within "
+            f"{deadline.seconds:g} s; is each of them started, with the same store "
+            f"({self._keys.client.where}), run id and plan name (here {self._run!r}), and has it "
+            f"ended with an error of its own before it could connect?{more}"
+        )
+
+    def tell_wait(self, step: str, ranks: Sequence[int]) -> None:
+        """Leave word of whom this rank waits for, for ranks that wait for this one."""
+        self.tell("waits", {"step": step, "ranks": list(ranks)})
+
+    def late(self, step: str, ranks: Iterable[int], deadline: Deadline) -> ConnectError:
+        """An error that names those for whose sake a wait while connecting ran out of time.
+
+        They need not be those that this rank waits for, which may wait themselves.
+
+        Args:
+            step: what was waited for.
+            ranks: from whom.
+            deadline: the one that has passed.
+        """
+        waits = self.told("waits", deadline)
+        awaited = dict.fromkeys(ranks, step)
+        return late_ranks(
+            self._rank, awaited, waits, lambda rank: self._who(rank, deadline), deadline.seconds
+        )
+
+    def _who(self, rank: int, deadline: Deadline) -> Holder | None:
+        if rank == _LEADER:
+            return self._lead_now(deadline)[1]
+        text = self._keys.get(self._key(f"join/{rank}"), deadline)
+        return Holder.from_json(text) if text else None
+
+    # -- what a generation has in common
+
     def token(self) -> str:
-        """The job's secret, made by whoever asks first."""
-        return self._keys.compare_set("token", "", secrets.token_hex(16)).decode()
+        """The job's secret."""
+        return self.generation
 
     def publish(self, kind: str, address: Mapping[str, Any]) -> None:
         """Tell the others where this rank listens for a kind of connection."""
-        self._keys.set(f"{kind}/{self._rank}", json.dumps(address))
+        key = self._key(f"{kind}/{self._rank}")
+        self._keys.set(key, json.dumps(address), Deadline(self._patience_s))
 
     def read(self, kind: str, ranks: list[int], deadline: Deadline) -> dict[int, dict[str, Any]]:
         """What the given ranks published; waits for them, in steps that a signal can interrupt.
 
         Raises:
-            ConnectError: some have not come by the deadline (named), or a rank has failed
-                meanwhile.
+            ConnectError: some have not by the deadline (named), or a rank has failed meanwhile.
         """
-        found: dict[int, dict[str, Any]] = {}
-        pause = _PAUSE_S[0]
-        while True:
-            for rank in ranks:
-                if rank not in found and self._keys.check([f"{kind}/{rank}"]):
-                    found[rank] = json.loads(self._keys.get(f"{kind}/{rank}"))
-            if len(found) == len(ranks):
-                return found
-            self._check_connecting([rank for rank in ranks if rank not in found], deadline)
-            time.sleep(min(pause, deadline.remaining_s))
-            pause = min(2 * pause, _PAUSE_S[1])
+        names, step = self._each(kind, ranks), f"address ({kind})"
+        pause = Pause(deadline)
+        told: list[int] = []
+        while absent := [ranks[place] for place in self._keys.absent(names, deadline)]:
+            self._check_going_on(deadline)
+            if deadline.passed:
+                raise self.late(step, absent, deadline)
+            if pause.long and told != absent:
+                self.tell_wait(step, absent)
+                told = absent
+            pause.take()
+        found = self._keys.get_some(names, deadline)
+        return {ranks[place]: json.loads(text) for place, text in found.items()}
 
-    def _check_connecting(self, missing: list[int], deadline: Deadline) -> None:
-        if failure := self.failure():
-            raise ConnectError(
-                f"rank {self._rank}: another rank failed while connecting: {failure}"
-            )
-        if deadline.passed:
-            raise ConnectError(
-                f"rank {self._rank}: no answer from rank {', '.join(map(str, missing))} within "
-                f"{deadline.seconds:g} s; are all ranks started, with the same store, run id and "
-                "plan name?"
-            )
+    def tell(self, kind: str, value: Any) -> None:
+        """Leave word for whoever asks, by `told`; returns at once, and says nothing of errors."""
+        key, text = self._key(f"{kind}/{self._rank}"), json.dumps(value)
+        self._keys.submit(lambda keys: keys.set(key, text))
 
-    def client(self) -> Rendezvous:
-        """The same keys by a store client of its own, for another thread.
-
-        A store's client is locked while one thread waits in it.
-        """
-        twin = object.__new__(Rendezvous)
-        twin.__dict__.update(self.__dict__)
-        twin._root = _own_client(self._root)
-        twin._keys = twin._of_generation(twin._root)
-        return twin
+    def told(self, kind: str, deadline: Deadline) -> dict[int, Any]:
+        """What ranks have left word of, by rank; nothing where the store is gone."""
+        try:
+            found = self._keys.get_some(self._each(kind, range(self._world_size)), deadline)
+        except ConnectError as error:
+            if stops_caller(error):
+                raise
+            return {}
+        return {rank: json.loads(text) for rank, text in found.items()}
 
     def pair_store(self, name: str) -> Store:
-        """A store client of its own under a prefix for one pair of ranks."""
-        return PrefixStore(f"pair/{name}", self._of_generation(_own_client(self._root)))
+        """A store client of its own under a prefix for one pair of ranks.
 
-    def tell_failure(self, text: str) -> None:
-        """Leave the cause of a failure for ranks that no connection reaches; the first stays."""
-        self._keys.compare_set("abort", "", text)
+        It is given up with this rank's place, see `cut`.
 
-    def failure(self) -> str | None:
-        """What `tell_failure` was given by any rank, or None."""
-        return self._keys.get("abort").decode() if self._keys.check(["abort"]) else None
+        Raises:
+            ConnectError: the store does not answer.
+        """
+        prefix = f"{self._keys.prefix}/{self._key(f'pair/{name}')}"
+        return self._keys.client.lend(prefix, Deadline(self._patience_s))
 
-    def leave(self) -> None:
-        """This rank is done with this generation."""
-        with contextlib.suppress(RuntimeError):  # the host may be gone, and with it the store
-            self._root.add(f"left/{self._rank}", 1)
+    def tell_failure(self, text: str) -> threading.Event | None:
+        """Leave the cause of a failure for ranks that no connection reaches; the first stays.
 
-    def wait_left(self, deadline: Deadline) -> None:
-        """Wait until all others have left, or the deadline; for the rank that hosts the store."""
+        Returns at once.
+
+        Args:
+            text: the cause in JSON, see `failure`.
+
+        Returns:
+            An event that is set when it is there; None where it cannot be.
+        """
+        if not self.generation:
+            return None
+        key = self._key("abort")
+
+        def tell(keys: PrefixStore) -> None:
+            keys.compare_set(key, "", text)
+
+        return self._keys.submit(tell)
+
+    def failure(self, deadline: Deadline) -> dict[str, Any] | None:
+        """The ``rank`` and ``text`` of a failure that `tell_failure` was given by any rank."""
+        text = self._keys.get(self._key("abort"), deadline)
+        return None if text is None else json.loads(text)
+
+    def find_failure(self, found: Callable[[dict[str, Any]], None]) -> threading.Event | None:
+        """Have a failure looked for, and told on another thread; returns at once."""
+        key = self._key("abort")
+
+        def look(keys: PrefixStore) -> None:
+            if keys.check([key]):
+                found(json.loads(keys.get(key)))
+
+        return self._keys.submit(look)
+
+    # -- leaving
+
+    def leave(self, deadline: Deadline, *, hosts_store: bool = False) -> None:
+        """This rank is done with this generation, and gives up its client; in bounded time.
+
+        Args:
+            deadline: for the store to take it.
+            hosts_store: wait until all others have left too, or the deadline.
+        """
+        try:
+            if self.generation:
+                self._keys.set(self._key(f"left/{self._rank}"), "", deadline)
+                if hosts_store:
+                    self._wait_left(deadline)
+        except ConnectError as error:  # the store is gone, and with it who might look
+            if stops_caller(error):
+                raise
+        finally:
+            self._keys.client.close(deadline.remaining_s)
+
+    def _wait_left(self, deadline: Deadline) -> None:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        while others and not deadline.passed:
-            others = [r for r in others if self._root.add(f"left/{r}", 0) <= self.generation]
-            if others:
-                time.sleep(min(_PAUSE_S[1], deadline.remaining_s))
+        pause = Pause(deadline)
+        while not deadline.passed and self._keys.absent(self._each("left", others), deadline):
+            pause.take()
+
+    def cut(self) -> None:
+        """Free whoever waits in a store that `pair_store` gave; returns at once."""
+        self._keys.client.cut_lent()

@@ -9,7 +9,9 @@ import torch
 from torch.distributed import Store
 
 from stagelink.arguments import ITERABLE, NAME, checked, instance, optional
-from stagelink.control.rendezvous import Launch, Rendezvous, open_store
+from stagelink.control.launch import Launch, StoreAddress
+from stagelink.control.opening import open_store
+from stagelink.control.rendezvous import Rendezvous
 from stagelink.errors import PlanError
 from stagelink.exchange.engine import Engine
 from stagelink.exchange.handler import Handler
@@ -84,9 +86,16 @@ def join(plan: Plan, launch: Launch, plugins: Plugins) -> tuple[Engine, Verdict]
     asked = asked_for(plan, routes_of(plan, me))
     found = survey(plugins, asked, plan.transports, {stage.device for stage in plan.stages})
     deadline = Deadline(plan.limits.connect_deadline_s)
-    opened = open_store(launch.store, me, plan.world_size, deadline)
-    hosts = isinstance(launch.store, str) and launch.store.startswith("tcp:") and me == 0
-    rendezvous = Rendezvous(opened, f"{launch.run_id}/{plan.name}", me, plan.world_size)
+    client = open_store(launch.store, me, plan.world_size, deadline)
+    hosts = isinstance(launch.store, StoreAddress) and launch.store.kind == "tcp" and me == 0
+    rendezvous = Rendezvous(
+        client,
+        f"{launch.run_id}/{plan.name}",
+        me,
+        plan.world_size,
+        restarts=launch.restarts,
+        patience_s=deadline.seconds,
+    )
     engine = Engine(plan, me, plugins, rendezvous, hosts_store=hosts)
     try:
         engine.join(found, verdict, deadline)

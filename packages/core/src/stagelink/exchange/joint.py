@@ -88,6 +88,7 @@ class Joint:
 
     def meet(self, found: Survey, deadline: Deadline) -> None:
         """Connect with every peer, and agree on transports; see `stagelink.connect`."""
+        self.rendezvous.enter(deadline)
         self._transports = found.transports
         me = End(self.rank, self._server(), process_id(), found.offers)
         greeting = {
@@ -171,12 +172,11 @@ class Joint:
             logger.warning("rank %d: while it closed after a failure: %s", self.rank, another)
 
     def _leave_store(self, deadline: Deadline) -> None:
-        self._watch.finish(min(_ABORT_KEY_S, deadline.remaining_s))
-        self.rendezvous.leave()
-        if self._hosts_store:
+        if self.plane.failure is not None:
             # The dead never leave, and after a failure the others need nothing but the abort key.
-            failed = self.plane.failure is not None
-            self.rendezvous.wait_left(Deadline(_ABORT_KEY_S) if failed else deadline)
+            deadline = Deadline(min(_ABORT_KEY_S, deadline.remaining_s))
+            self._watch.finish(deadline)
+        self.rendezvous.leave(deadline, hosts_store=self._hosts_store)
 
     def _tell_closed(self) -> None:
         for link in self._told:

@@ -1,31 +1,25 @@
 """Failures that no connection brings: the abort key in the store.
 
-The reading thread never touches the store, whose client locks for seconds behind another thread's
-call. Both directions are therefore short-lived threads with a client of their own. They are no
-`threading.Thread`, whose ``start`` waits for a sign of the new thread: where memory is short, as
-it may be when a rank fails, the sign never comes.
+Neither the reading thread nor a caller waits for the store, which may have gone without a word.
 """
 
 from __future__ import annotations
 
-import _thread
-import logging
-import threading
 import time
 from typing import TYPE_CHECKING
 
-from stagelink.control.fields import decode, encode
+from stagelink.control.fields import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import threading
 
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.errors import StagelinkError
+    from stagelink.transport.contract import Deadline
 
 __all__ = ["AbortWatch"]
 
-logger = logging.getLogger("stagelink")
 _EVERY_S = 1.0
 
 
@@ -39,9 +33,9 @@ class AbortWatch:
 
     def __init__(self, plane: Plane, rendezvous: Rendezvous) -> None:
         self._plane = plane
-        self._client = rendezvous.client()
-        self._lock = threading.Lock()
-        self._under_way: set[threading.Event] = set()
+        self._rendezvous = rendezvous
+        self._looking: threading.Event | None = None
+        self._telling: threading.Event | None = None
         self._last_look = 0.0
         plane.on_failure(self._on_failure)
         plane.turns.on_long_wait = self.look
@@ -49,42 +43,18 @@ class AbortWatch:
     def look(self) -> None:
         """Have the abort key looked at, at most once a second; returns at once."""
         now = time.monotonic()
-        if now - self._last_look >= _EVERY_S and not self._under_way:
+        if now - self._last_look < _EVERY_S:
+            return
+        if self._looking is None or self._looking.is_set():
             self._last_look = now
-            self._start(self._find)
+            self._looking = self._rendezvous.find_failure(self._plane.fail_as_told)
 
     def _on_failure(self, cause: StagelinkError) -> None:
         del cause
-        text = encode(self._plane.cause).decode()
-        self._start(lambda: self._client.tell_failure(text))
+        self._rendezvous.cut()
+        self._telling = self._rendezvous.tell_failure(encode(self._plane.cause).decode())
 
-    def _find(self) -> None:
-        text = self._client.failure()
-        if text is not None:
-            self._plane.fail_as_told(decode(text))
-
-    def _start(self, work: Callable[[], None]) -> None:
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                with self._lock:
-                    work()
-            except (RuntimeError, MemoryError) as error:
-                # The store is gone, as it may be at the end of a job.
-                logger.debug("rank %d: the store does not answer: %s", self._plane.rank, error)
-            finally:
-                self._under_way.discard(done)
-                done.set()
-
-        self._under_way.add(done)
-        try:
-            _thread.start_new_thread(run, ())
-        except (RuntimeError, MemoryError) as error:  # peers hear of a failure all the same
-            self._under_way.discard(done)
-            logger.warning("rank %d: no thread to reach the store: %s", self._plane.rank, error)
-
-    def finish(self, seconds: float) -> None:
-        """Give what is under way a moment."""
-        for done in tuple(self._under_way):
-            done.wait(seconds)
+    def finish(self, deadline: Deadline) -> None:
+        """Wait until a failure of this rank is in the store, or the deadline."""
+        if self._telling is not None:
+            self._telling.wait(deadline.remaining_s)

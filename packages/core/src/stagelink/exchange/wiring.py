@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
 from stagelink.control.fields import decode, encode
+from stagelink.control.missing import wait_for_ranks
 from stagelink.errors import (
     ClosedError,
-    ConnectError,
     DisagreementError,
     PeerClosedError,
     ProtocolError,
@@ -117,12 +117,7 @@ class Wiring:
         mine = {peer: self._chosen_with(peer) for peer in self.plane.peers}
         for peer, chosen in mine.items():
             self.plane.post(peer, Header(MessageKind.CHOSEN), encode(chosen))
-        if not self.plane.wait(lambda: self._theirs.keys() >= mine.keys(), deadline):
-            late = ", ".join(str(peer) for peer in sorted(mine.keys() - self._theirs.keys()))
-            raise ConnectError(
-                f"rank {self.rank}: rank {late} did not choose its transports within "
-                f"{deadline.seconds:g} s"
-            )
+        self._wait_for("choice of transports", lambda: mine.keys() - self._theirs.keys(), deadline)
         for peer, chosen in mine.items():
             self._compare(peer, chosen, self._theirs[peer])
 
@@ -174,20 +169,16 @@ class Wiring:
         """
         for peer in self._numbered:
             self.open_pair(peer, transports, deadline)
-        if not self.plane.wait(lambda: not self._opening, deadline):
-            late = ", ".join(map(str, sorted(self._opening)))
-            raise ConnectError(
-                f"rank {self.rank}: the links with rank {late} were not open within "
-                f"{deadline.seconds:g} s"
-            )
+        self._wait_for("open links", lambda: self._opening, deadline)
         for peer in self.plane.peers:
             self.plane.post(peer, Header(MessageKind.READY))
-        if not self.plane.wait(lambda: self._ready.issuperset(self.plane.peers), deadline):
-            late = ", ".join(map(str, sorted(set(self.plane.peers) - self._ready)))
-            raise ConnectError(
-                f"rank {self.rank}: rank {late} had not opened its links within "
-                f"{deadline.seconds:g} s"
-            )
+        peers = frozenset(self.plane.peers)
+        self._wait_for("word that its links are open", lambda: peers - self._ready, deadline)
+
+    def _wait_for(
+        self, step: str, absent: Callable[[], Collection[int]], deadline: Deadline
+    ) -> None:
+        wait_for_ranks(self.plane, self.rendezvous, step, absent, deadline)
 
     def open_pair(
         self, peer: int, transports: Mapping[str, Transport], deadline: Deadline

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.errors import MessageError, MessageTypeError, RefusedError
 from stagelink.exchange.arrival import Arrival
@@ -86,7 +87,10 @@ class Mesh(Joint):
     def __init__(
         self, plan: Plan, ranks: Sequence[int], rank: int, store: Store, patience_s: float
     ) -> None:
-        rendezvous = Rendezvous(store, plan.name, rank, plan.world_size)
+        client = open_store(store, rank, plan.world_size, Deadline(patience_s))
+        rendezvous = Rendezvous(
+            client, plan.name, rank, plan.world_size, patience_s=plan.limits.connect_deadline_s
+        )
         super().__init__(plan, rank, Plugins(), rendezvous, hosts_store=False)
         self.box = Mailbox(self.plane, self.link_from)
         self._ranks = ranks

@@ -14,8 +14,9 @@ from stagelink.plan import Plan
 
 if TYPE_CHECKING:
     from stagelink.interop.pipedream.line import Line, Passed
+    from stagelink.plan import Limits
 
-__all__ = ["DEFAULTS", "WINDOW", "Servers", "channel", "plan_of"]
+__all__ = ["DEFAULTS", "WINDOW", "Servers", "channel", "limits_of", "plan_of"]
 
 WINDOW = 1024
 """Minibatches that may be under way per tensor and pair of ranks. A caller in the way of PipeDream
@@ -51,6 +52,21 @@ class Servers(NamedTuple):
 def channel(name: str, source: int, target: int) -> str:
     """The plan's name for a tensor between two ranks."""
     return f"{name} {source}>{target}"
+
+
+def limits_of(tables: Mapping[str, Any]) -> Limits:
+    """The time limits that the plan will have, for what comes before there is one.
+
+    Raises:
+        PlanError: the table of limits is wrong.
+    """
+    limits = tables.get("limits", {})
+    stand_in = {
+        "pipeline": {"name": "pipedream", "microbatches": 1},
+        "stages": [{"name": "any", "ranks": [0]}],
+        "limits": {**DEFAULTS["limits"], **limits} if isinstance(limits, Mapping) else limits,
+    }
+    return Plan.from_dict(stand_in, where="CommunicationHandler.tables").limits
 
 
 def plan_of(line: Line, servers: Servers, tables: Mapping[str, Mapping[str, Any]]) -> Plan:

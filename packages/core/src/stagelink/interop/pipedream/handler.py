@@ -21,7 +21,7 @@ from stagelink.errors import (
     UsageError,
 )
 from stagelink.exchange.connect import connect
-from stagelink.interop.pipedream.channels import WINDOW, Servers, plan_of
+from stagelink.interop.pipedream.channels import WINDOW, Servers, limits_of, plan_of
 from stagelink.interop.pipedream.circle import explain
 from stagelink.interop.pipedream.line import ACK, Account, Line
 from stagelink.interop.pipedream.meeting import Meeting
@@ -94,9 +94,11 @@ class CommunicationHandler:
         receive_ranks: the mapping that `initialize` was given, as is ``send_ranks``.
 
     Raises:
-        PlanError: rank, world size or ``num_ranks_in_server`` is wrong.
+        PlanError: address, rank, world size, ``num_ranks_in_server`` or the limits in `tables`
+            are wrong.
         UsageError: there is a default process group already.
-        ConnectError: rank 0 cannot hold the port, or does not answer there.
+        ConnectError: rank 0 cannot hold the port, or does not answer there; or ranks did not come
+            within ``limits.connect_deadline_s``, and are named.
     """
 
     tables: ClassVar[Mapping[str, Any]] = {}
@@ -133,7 +135,8 @@ class CommunicationHandler:
         self._progress = Progress()
         self._closed = False
         self._pid = os.getpid()
-        self._meeting = Meeting(master_addr, master_port, rank, world_size, backend)
+        patience_s = limits_of(self.tables).connect_deadline_s
+        self._meeting = Meeting(master_addr, master_port, rank, world_size, backend, patience_s)
         atexit.register(self._at_exit)
 
     @checked(

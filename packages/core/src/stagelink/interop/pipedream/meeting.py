@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from stagelink.control.rendezvous import Rendezvous, open_store
-from stagelink.errors import PlanError, UsageError
+from stagelink.control.launch import StoreAddress
+from stagelink.control.opening import open_store
+from stagelink.control.rendezvous import Rendezvous
+from stagelink.errors import ConnectError, PlanError, UsageError
 from stagelink.interop.pipedream.line import Account
 from stagelink.interop.pipedream.replicas import backend_for, explain_by
 from stagelink.plan.launch import launch_problems
 from stagelink.transport.contract import Deadline
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Meeting"]
 
-_CONNECT_S = 600.0
+_AFTER_FAILURE_S = 1.0
 
 
 class Meeting:
@@ -36,18 +37,27 @@ class Meeting:
         rank: this rank.
         world_size: how many there are.
         backend: of the default process group, as torch takes it.
+        connect_deadline_s: seconds for the others to come.
 
     Attributes:
         store: the job's store, for those that connect.
 
     Raises:
-        PlanError: rank and world size do not fit each other.
+        PlanError: rank and world size do not fit each other, or the address is none.
         UsageError: the default process group exists already.
-        ConnectError: rank 0 cannot hold the port, or does not answer there.
+        ConnectError: rank 0 cannot hold the port, or does not answer there; or ranks did not
+            come, and are named.
+        RankTakenError: another process has this rank.
     """
 
     def __init__(
-        self, master_addr: str, master_port: int, rank: int, world_size: int, backend: str | None
+        self,
+        master_addr: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        backend: str | None,
+        connect_deadline_s: float,
     ) -> None:
         problems = list(launch_problems(rank, world_size, world_size))
         if problems:
@@ -58,52 +68,70 @@ class Meeting:
                 "makes it, so nothing else may have done so before"
             )
         self._rank, self._world_size = rank, world_size
+        self._patience_s = connect_deadline_s
         address = _address(master_addr, master_port)
-        self.store: Store = open_store(address, rank, world_size, Deadline(_CONNECT_S))
-        self._keys = dist.PrefixStore("pipedream", self.store)
-        dist.init_process_group(
-            backend_for(backend),
-            store=dist.PrefixStore("default group", self.store),
-            rank=rank,
-            world_size=world_size,
+        deadline = Deadline(connect_deadline_s)
+        self._client = open_store(address, rank, world_size, deadline)
+        self._rendezvous = Rendezvous(
+            self._client, "pipedream", rank, world_size, patience_s=connect_deadline_s
         )
+        try:
+            self._rendezvous.enter(deadline)
+            self.store: Store = self._rendezvous.pair_store("handler")
+            self._make_group(backend, deadline)
+        except BaseException:
+            self._rendezvous.leave(Deadline(_AFTER_FAILURE_S), hosts_store=rank == 0)
+            raise
         self._group = dist.group.WORLD
         self._told: int | None = None
+
+    def _make_group(self, backend: str | None, deadline: Deadline) -> None:
+        """The default process group, with torch's own time limit for what comes later."""
+        store = self._rendezvous.pair_store("default group")
+
+        def make(_: Store) -> Exception | None:
+            try:
+                dist.init_process_group(
+                    backend_for(backend), store=store, rank=self._rank, world_size=self._world_size
+                )
+            except Exception as error:  # raised below: it is no answer of the store's
+                return error
+            return None
+
+        try:
+            # On the client's thread: torch would wait for half an hour, and not hear a signal.
+            error = self._client.call(make, deadline)
+        except ConnectError as late:
+            if stops_caller(late):
+                raise
+            raise ConnectError(
+                f"rank {self._rank}: the default process group was not made, though all ranks "
+                f"had come: {late}"
+            ) from late
+        if error is not None:
+            raise error
 
     def exchange(self, account: Account) -> list[Account]:
         """Tell this rank's maps and wait for those of all others.
 
         Raises:
             ConnectError: some have not come; they are named.
-            RankTakenError: another process has this rank.
         """
-        rendezvous = Rendezvous(self._keys, "maps", self._rank, self._world_size)
-        rendezvous.publish("account", account.to_json())
-        deadline = Deadline(_CONNECT_S)
-        found = rendezvous.read("account", [*range(self._world_size)], deadline)
+        deadline = Deadline(self._patience_s)
+        self._rendezvous.publish("account", account.to_json())
+        found = self._rendezvous.read("account", [*range(self._world_size)], deadline)
         return [Account.from_json(found[rank]) for rank in range(self._world_size)]
 
     def tell_warm_up(self, warm_up: int) -> None:
         """Leave word of this rank's warm-up for a rank that looks for the reason of a hang."""
         if warm_up != self._told:
             self._told = warm_up
-            with contextlib.suppress(RuntimeError):  # rank 0 may be gone, and with it the store
-                self._keys.set(f"warm-up/{self._rank}", str(warm_up))
+            self._rendezvous.tell("warm-up", warm_up)
 
     def warm_up(self, stages: Sequence[Sequence[int]]) -> list[int | None]:
         """The warm-up that ranks of each stage left word of; None where none did."""
-        found: list[int | None] = []
-        for ranks in stages:
-            said = [self._look(rank) for rank in ranks]
-            found.append(next((value for value in said if value is not None), None))
-        return found
-
-    def _look(self, rank: int) -> int | None:
-        key = f"warm-up/{rank}"
-        with contextlib.suppress(RuntimeError):
-            if self._keys.check([key]):
-                return int(self._keys.get(key))
-        return None
+        said = self._rendezvous.told("warm-up", Deadline(_AFTER_FAILURE_S))
+        return [next((said[rank] for rank in ranks if rank in said), None) for ranks in stages]
 
     def leave(self, seconds: float, *, destroy_group: bool) -> None:
         """Give everything back; rank 0 waits so long for the others, since it holds the store.
@@ -115,15 +143,11 @@ class Meeting:
         explain_by(None)
         if destroy_group and dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
-        others = [f"left/{rank}" for rank in range(self._world_size) if rank != self._rank]
-        with contextlib.suppress(RuntimeError):
-            self._keys.set(f"left/{self._rank}", "")
-            if self._rank == 0 and others:
-                self._keys.wait(others, timedelta(seconds=seconds))
+        self._rendezvous.leave(Deadline(seconds), hosts_store=self._rank == 0)
 
 
-def _address(master_addr: str, master_port: int) -> str:
-    if "://" in master_addr:
-        return master_addr
-    host = f"[{master_addr}]" if ":" in master_addr else master_addr
-    return f"tcp://{host}:{master_port}"
+def _address(master_addr: object, master_port: object) -> StoreAddress:
+    given = f"master_addr={master_addr!r}"
+    if isinstance(master_addr, str) and "://" in master_addr:
+        return StoreAddress.parse(master_addr, "master_addr")
+    return StoreAddress.of(master_addr, master_port, given, f"master_port={master_port!r}")

@@ -1,0 +1,157 @@
+"""Who is missing while ranks connect: the one for whose sake all wait, in words.
+
+A rank that waits for others leaves word of that in the store. So a rank whose wait runs out of
+time need not blame the one that it waits for itself, which may wait for a third.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from stagelink.errors import ConnectError
+from stagelink.transport.contract import Deadline
+from stagelink.transport.host import process_id
+
+if TYPE_CHECKING:
+    from stagelink.control.plane import Plane
+    from stagelink.control.rendezvous import Rendezvous
+
+__all__ = ["Holder", "late_ranks", "listed", "wait_for_ranks"]
+
+_TELL_S = 0.25
+"""How long a rank has waited for others when it leaves word of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that has a rank's place.
+
+    Attributes:
+        name: for errors.
+        process: see `stagelink.transport.host.process_id`.
+        nonce: tells what one process does twice apart.
+    """
+
+    name: str
+    process: str
+    nonce: str
+
+    @classmethod
+    def here(cls, nonce: str) -> Holder:
+        """This process."""
+        return cls(f"{socket.gethostname()} process {os.getpid()}", process_id(), nonce)
+
+    def to_json(self) -> str:
+        """As a text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Holder:
+        """From the text that `to_json` made."""
+        return cls(**json.loads(text))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this process."""
+        return self.process == process_id()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is known to have died: a process of this host that is there no more."""
+        place, _, number = self.process.rpartition("/")
+        if place != process_id().rpartition("/")[0]:
+            return False
+        try:
+            with open(f"/proc/{number}/stat", encoding="ascii", errors="replace") as stat:
+                return stat.read().rpartition(")")[2].split()[0] in {"Z", "X"}
+        except FileNotFoundError:
+            return os.path.isdir("/proc/self")
+        except OSError:
+            return False
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks for an error's text."""
+    return ", ".join(map(str, ranks))
+
+
+def late_ranks(
+    rank: int,
+    awaited: Mapping[int, str],
+    waits: Mapping[int, Mapping[str, Any]],
+    holders: Callable[[int], Holder | None],
+    seconds: float,
+) -> ConnectError:
+    """An error that names those for whose sake a wait while connecting ran out of time.
+
+    Args:
+        rank: the one whose wait it was.
+        awaited: what it waited for, by the rank that it was to come from.
+        waits: of each rank that has left word of it: what it waits for (``step``), and from
+            which ``ranks``.
+        holders: tells the process of a rank; None where it has not come.
+        seconds: that it waited.
+    """
+    seen: dict[int, str] = {}
+    front = dict(awaited)
+    while front:
+        late, step = front.popitem()
+        seen[late] = step
+        said = waits.get(late, {"step": "", "ranks": []})
+        front |= {other: said["step"] for other in said["ranks"] if other not in {rank, *seen}}
+    found = {late: holders(late) for late in seen}
+    dead = [late for late, holder in found.items() if holder is not None and holder.is_dead]
+    # Others may wait for the dead; else those who wait for nobody hold up those who do.
+    missing = sorted(dead or [late for late in seen if late not in waits] or seen)
+    reasons = "; ".join(
+        f"{_state(late, found[late])}; no {seen[late]} from it" for late in missing
+    )
+    return ConnectError(f"rank {rank}: missing: {listed(missing)} within {seconds:g} s: {reasons}")
+
+
+def _state(rank: int, holder: Holder | None) -> str:
+    if holder is None:
+        return f"rank {rank} did not come"
+    if holder.is_dead:
+        return f"rank {rank} came ({holder.name}) and has died"
+    return (
+        f"rank {rank} came ({holder.name}) and does not go on (is it stopped, or does it hang? "
+        "its stack or its output tells)"
+    )
+
+
+def wait_for_ranks(
+    plane: Plane,
+    rendezvous: Rendezvous,
+    step: str,
+    absent: Callable[[], Collection[int]],
+    deadline: Deadline,
+) -> None:
+    """Block until no rank is absent any more, while connecting.
+
+    Args:
+        plane: reads meanwhile.
+        rendezvous: where this rank leaves word of whom it waits for.
+        step: what is waited for from each.
+        absent: who has not sent it yet; called with the plane's lock held.
+        deadline: for all.
+
+    Raises:
+        ConnectError: the deadline passed; it names those who keep the others waiting.
+        StagelinkError: as `Plane.wait`.
+    """
+    look_s = min(_TELL_S, deadline.seconds / 4)
+    told: list[int] = []
+    while not plane.wait(lambda: not absent(), Deadline(min(look_s, deadline.remaining_s))):
+        with plane.lock:
+            late = sorted(absent())
+        if deadline.passed:
+            raise rendezvous.late(step, late, deadline)
+        if late != told:
+            rendezvous.tell_wait(step, late)
+            told = late
