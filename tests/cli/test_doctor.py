@@ -48,6 +48,8 @@ def test_the_table_has_versions_states_and_options(invoke: Invoke, site: Site) -
     assert text.startswith(f"stagelink {own}, torch {torch.__version__}, Python {python} ")
     assert f"loopback stagelink {own} usable rendezvous = False" in text
     assert "broken broken-dist 1.0 broken: distribution 'broken-dist' 1.0" in text
+    assert "(in " in text
+    assert "broken_module.py, line 1)" in text.replace(" ", "").replace(",line", ", line ")
     assert "Observers" in text
     assert f"prometheus stagelink-prometheus {own} usable" in text
 
@@ -106,7 +108,8 @@ def test_a_probe_that_raises_is_a_broken_plugin(invoke: Invoke, site: Site) -> N
     site.transport("fast", "probe = classmethod(lambda cls, options: 1 / 0)")
     found = finding(invoke, "fast")
     assert found["state"] == "broken"
-    assert "probe raised ZeroDivisionError" in found["reason"]
+    assert "probe raised ZeroDivisionError: division by zero (in " in found["reason"]
+    assert "fast_module.py, line " in found["reason"]
 
 
 def test_defaults_that_are_refused_are_a_broken_plugin(invoke: Invoke, site: Site) -> None:

@@ -50,7 +50,10 @@ class VerificationError(PlanError):
 
 
 class PluginError(StagelinkError, RuntimeError):
-    """A plugin that was asked for is broken; the text names distribution and cause."""
+    """A plugin that was asked for is broken; the text names distribution, cause and line.
+
+    What the plugin raised is the cause (``__cause__``).
+    """
 
 
 class UnknownTransportError(PluginError, LookupError):

@@ -110,7 +110,7 @@ def asker(survey: Survey, hooks: Relay, rank: int | None) -> Asker:
             return survey.can_connect(link, target, source)
         return survey.can_connect(link, source, target)
 
-    return Asker(can_connect, hooks.select_transport)
+    return Asker(can_connect, hooks.select_transport, survey.errors)
 
 
 def choose(plan: Plan, edge: Edge, source: End, target: End, ask: Asker) -> Choice:
@@ -150,8 +150,8 @@ def _by_preference(case: Case, rule: LinkRule) -> Choice:
             return Choice(case.link(name), rule.index, False, tuple(refused))
         refused.append(Refusal(name, reason))
     if len(refused) == 1:
-        raise _sole_failure(case, rule, refused[0])
-    raise NoTransportError(_nothing_fits(case, rule, refused))
+        raise _sole_failure(case, rule, refused[0]) from _cause(case, refused)
+    raise NoTransportError(_nothing_fits(case, rule, refused)) from _cause(case, refused)
 
 
 def _by_rank(case: Case, rule: LinkRule | None) -> Choice:
@@ -159,12 +159,18 @@ def _by_rank(case: Case, rule: LinkRule | None) -> Choice:
     fit = [name for name, reason in judged if reason is None]
     refused = [Refusal(name, reason) for name, reason in judged if reason is not None]
     if not fit:
-        raise NoTransportError(_nothing_fits(case, rule, refused))
+        raise NoTransportError(_nothing_fits(case, rule, refused)) from _cause(case, refused)
     taken = case.ask.select(case.link(fit[0]), tuple(fit)) or fit[0]
     place = fit.index(taken)
     refused += [Refusal(name, "a plugin chose another") for name in fit[:place]]
     lower = tuple(fit[place + 1 :])
     return Choice(case.link(taken), rule.index if rule else None, True, tuple(refused), lower)
+
+
+def _cause(case: Case, refused: Sequence[Refusal]) -> Exception | None:
+    """This process's own error, with its traceback, of the first transport that has one."""
+    errors = [case.ask.errors.get(one.name) for one in refused]
+    return next((error for error in errors if error is not None and error.__cause__), None)
 
 
 def _sole_failure(case: Case, rule: LinkRule, refused: Refusal) -> StagelinkError:

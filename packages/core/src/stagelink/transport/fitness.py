@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.plan.problems import quoted
 from stagelink.transport.contract import Link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from stagelink.plan.model import Edge
     from stagelink.transport.contract import Capabilities, Place, Verdict
@@ -25,10 +26,12 @@ class Asker(NamedTuple):
         can_connect: `Transport.can_connect` of the link's transport, given the place of the link's
             source and that of its target.
         select: `stagelink.transport.relay.Relay.select_transport`.
+        errors: what is wrong with this process's transports that are broken or missing, by name.
     """
 
     can_connect: Callable[[Link, Place, Place], Verdict]
     select: Callable[[Link, Sequence[str]], str | None]
+    errors: Mapping[str, Exception] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

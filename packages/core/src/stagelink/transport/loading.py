@@ -9,6 +9,7 @@ from stagelink.plan.problems import quoted
 from stagelink.transport.discovery import DISABLE_VARIABLE
 from stagelink.transport.inspection import plugin_problems, registered_by
 from stagelink.transport.interrupts import raised_by_signal_handler
+from stagelink.transport.plugin_errors import raised
 from stagelink.transport.validation import transport_problems
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _raised(what: str, found: Found, error: BaseException) -> PluginError:
     return broken(
         str(found),
         [
-            f"{what} raised {type(error).__name__}: {error}; repair or uninstall "
+            f"{raised(what, error)}; repair or uninstall "
             f"{found.distribution!r}, or put {found.entry_point.name!r} into the environment "
             f"variable {DISABLE_VARIABLE}"
         ],

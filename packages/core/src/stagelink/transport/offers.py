@@ -11,9 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from stagelink.errors import PluginError, ProtocolError, UnknownTransportError
 from stagelink.transport.contract import Capabilities, Place, Verdict
-from stagelink.transport.interrupts import stops_caller
+from stagelink.transport.interrupts import raised_by_signal_handler
 from stagelink.transport.loading import broken
 from stagelink.transport.options import parse_options
+from stagelink.transport.plugin_errors import raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -98,10 +99,12 @@ class Survey:
     Attributes:
         transports: an instance of each that is usable here.
         offers: what to tell peers of each one that was looked at.
+        errors: what is wrong with those that are broken or missing here, with its causes.
     """
 
     transports: Mapping[str, Transport]
     offers: Mapping[str, Offer]
+    errors: Mapping[str, PluginError] = field(default_factory=dict)
 
     def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
         """Ask the transport of ``link``, which is usable here, about a pair of places.
@@ -134,6 +137,7 @@ def survey(
     """
     transports: dict[str, Transport] = {}
     offers: dict[str, Offer] = {}
+    errors: dict[str, PluginError] = {}
     wanted = frozenset(devices)
     everything = {*plugins.known, *plugins.transports.disabled}
     for name in sorted(everything if names is None else set(names)):
@@ -146,10 +150,10 @@ def survey(
             )
         except UnknownTransportError as error:
             state: State = "disabled" if name in plugins.transports.disabled else "absent"
-            offers[name] = Offer(state, str(error))
+            offers[name], errors[name] = Offer(state, str(error)), error.with_traceback(None)
         except PluginError as error:
-            offers[name] = Offer("broken", str(error))
-    return Survey(transports, offers)
+            offers[name], errors[name] = Offer("broken", str(error)), error.with_traceback(None)
+    return Survey(transports, offers, errors)
 
 
 def _offer(
@@ -186,7 +190,7 @@ def _verdict(provider: str, what: str, function: Callable[..., object], *given: 
 def _call(provider: str, what: str, function: Callable[..., Any], *given: object) -> Any:
     try:
         return function(*given)
-    except Exception as error:
-        if stops_caller(error):
+    except (Exception, SystemExit) as error:  # one that ends the process is broken, too
+        if raised_by_signal_handler(error):
             raise
-        raise broken(provider, [f"{what} raised {type(error).__name__}: {error}"]) from error
+        raise broken(provider, [raised(what, error)]) from error

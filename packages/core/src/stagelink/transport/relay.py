@@ -12,6 +12,7 @@ from stagelink.plan.problems import quoted
 from stagelink.transport.header import NO_TRACE, TRACE_BYTES
 from stagelink.transport.inspection import new_manager
 from stagelink.transport.interrupts import stops_caller
+from stagelink.transport.plugin_errors import raised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,9 +114,8 @@ class Relay:
         except Exception as error:
             if stops_caller(error):
                 raise
-            raise PluginError(
-                f"{hook} of {self._implementers(hook)} raised {type(error).__name__}: {error}"
-            ) from error
+            who = f"{hook} of {self._implementers(hook)}"
+            raise PluginError(raised(who, error)) from error
 
     def _implementers(self, hook: str) -> str:
         implementations = getattr(self._manager.hook, hook).get_hookimpls()

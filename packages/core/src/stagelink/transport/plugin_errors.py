@@ -1,0 +1,65 @@
+"""What a plugin raised, in words: the error, what caused it, and the line where it broke."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["raised"]
+
+_MOST_CAUSES = 5
+_BETWEEN = (
+    "<frozen ",  # the machinery of imports
+    *(f"{Path(file).parent}{os.sep}" for file in (importlib.__file__, pluggy.__file__, __file__)),
+)
+"""Where files begin that call a plugin, or are called by one to import something."""
+
+
+def raised(what: str, error: BaseException) -> str:
+    """The words for an error of a plugin's.
+
+    Args:
+        what: of the plugin raised it.
+        error: with its traceback.
+    """
+    causes = [f"{type(one).__name__}: {one}" for one in _causes(error)]
+    return f"{what} raised {', because of '.join(causes)}{_place(error)}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that led to it, as far as a traceback would show them."""
+    one: BaseException | None = error
+    for _ in range(_MOST_CAUSES):
+        if one is None:
+            return
+        yield one
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def _place(error: BaseException) -> str:
+    """The line where it began, and the plugin's that led there; empty where none is known."""
+    *_, first = _causes(error)
+    lines = [*_lines(error), *([] if first is error else _lines(first))]
+    if isinstance(first, SyntaxError) and first.filename is not None:
+        lines.append(f"{first.filename}, line {first.lineno}")
+    if not lines:
+        return ""
+    through = f", reached from {lines[0]}" if lines[0] != lines[-1] else ""
+    return f" (in {lines[-1]}{through})"
+
+
+def _lines(error: BaseException) -> list[str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [
+        f"{frame.filename}, line {frame.lineno}"
+        for frame in frames
+        if not frame.filename.startswith(_BETWEEN)
+    ]
