@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stagelink.errors import ProtocolError
+from stagelink.errors import ConnectError, ProtocolError, StagelinkError
 from stagelink.exchange.arrival import Arrival
-from stagelink.interop.c10d import C10dOptions
+from stagelink.interop.c10d import C10dOptions, collectives
 from stagelink.interop.c10d.mailbox import Address, Mailbox
 from stagelink.interop.c10d.mesh import Mesh
-from stagelink.testing import no_leaks
+from stagelink.testing import no_leaks, run_fresh
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 from tests.interop.c10d_features import filled, refused
@@ -205,6 +206,55 @@ def test_how_long_the_others_are_waited_for(
     tables: dict[str, Any], seconds: float, rank_pool: RankPool
 ) -> None:
     assert rank_pool.run(_patience, 1, tables) == [[seconds]]
+
+
+def _misses_the_last(rank: int, size: int, store: Store) -> str:
+    with world(rank, size, store):
+        said = ""
+        dist.barrier()
+        if rank < 2:
+            with pytest.raises(ConnectError) as found:
+                dist.new_group([0, 1, 2], timeout=timedelta(seconds=2))
+            said = str(found.value)
+        # No part of the world is harmed.
+        dist.barrier()
+        if rank == 0:
+            dist.send(torch.ones(3), 2)
+        elif rank == 2:
+            dist.recv(torch.zeros(3), 0)
+        dist.barrier()
+        return said
+
+
+def test_who_does_not_make_a_group_is_named(rank_pool: RankPool) -> None:
+    *came, _ = rank_pool.run(_misses_the_last, 3)
+    for rank, said in enumerate(came):
+        assert said.startswith(f"rank {rank}: missing: 2: no part in making the group of ranks 0,")
+        assert "within 2 s" in said
+
+
+def _dies_half_way(rank: int, size: int, store: Store) -> str:
+    """Rank 2 has met the others, and ends before it makes the group for collectives with them."""
+    if rank == 2:
+        collectives.__dict__["gloo_group"] = lambda *given, **options: os._exit(1)
+    with pytest.raises(StagelinkError) as found:
+        dist.init_process_group(
+            STAGELINK,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=1),  # of gloo; to meet there is more
+            pg_options=C10dOptions({"limits": {"connect_deadline_s": 25}}),
+        )
+    return str(found.value)
+
+
+def test_who_dies_before_the_collectives_are_there_is_named() -> None:
+    with run_fresh(_dies_half_way, 3) as ranks:
+        *others, died = ranks.outcomes()
+    assert not died.ok
+    for outcome in others:
+        assert "rank 2 died" in outcome.value
 
 
 def _options_of_a_subgroup(rank: int, size: int, store: Store) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stagelink.errors import MessageError, StagelinkError
+from stagelink.errors import MessageError, PlanError, StagelinkError
 from stagelink.exchange.arrival import Arrival
 from stagelink.exchange.out_link import SendJob
+from stagelink.interop.c10d.arguments import one_tensor, whole
+from stagelink.interop.c10d.collectives import WithCollectives
 from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions
@@ -22,7 +23,7 @@ from stagelink.interop.c10d.tools import recorded, untraced
 from stagelink.interop.c10d.works import Given, RecvWork, SendWork
 from stagelink.transport.addresses import check_reachable, is_loopback
 from stagelink.transport.contract import Deadline
-from stagelink.transport.gloo_groups import THREADS, VARIABLE, gloo_group, named_by_variable
+from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
 from stagelink.transport.header import Flag, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import outside_modes
@@ -30,7 +31,6 @@ from stagelink.transport.payload import content_of, raw_bytes, target_of, to_byt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import timedelta
 
     from torch.distributed import Store
 
@@ -41,8 +41,6 @@ __all__ = ["StagelinkGroup", "register"]
 _NAME = "stagelink"
 _HASH_BYTES = 8
 _LOOPBACK = "127.0.0.1"
-_LAZY = "TORCH_GLOO_LAZY_INIT"
-_YES = frozenset({"1", "t", "true", "y", "yes"})
 _MOST_TAG = 2**63 - 1
 _world: StagelinkGroup | None = None
 
@@ -53,21 +51,16 @@ def register() -> None:
         dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(given: Any, options: C10dOptions | None) -> StagelinkGroup:
+def _create(given: Any, options: object) -> StagelinkGroup:
+    if options is not None and not isinstance(options, C10dOptions):
+        raise PlanError(
+            f"c10d options: pg_options: a {type(options).__name__}; give a "
+            "stagelink.interop.c10d.C10dOptions"
+        )
     return StagelinkGroup(given, options)
 
 
-def _handed_on(name: str) -> Any:
-    def collective(self: StagelinkGroup, *args: Any, **options: Any) -> dist.Work:
-        work: dist.Work = getattr(self._collectives, name)(*args, **options)
-        return work
-
-    collective.__name__ = name
-    collective.__doc__ = f"Torch's own ``{name}``, by gloo or nccl according to the tensors."
-    return untraced(collective)
-
-
-class StagelinkGroup(dist.ProcessGroup):
+class StagelinkGroup(WithCollectives):
     """What ``init_process_group("cpu:stagelink")`` and ``new_group(backend="stagelink")`` make.
 
     The group of the whole world has the connections, and every group of some of its ranks uses
@@ -92,8 +85,10 @@ class StagelinkGroup(dist.ProcessGroup):
         self._made: Counter[str] = Counter()
         self._join(given, options)
         try:
-            self._add_collectives(given)
+            store = dist.PrefixStore(f"collectives/{self._generation}", given.store)
+            self._add_collectives(given, store, self._ranks, self._address())
         except BaseException as error:
+            self._check_meshes(error)
             self.abort(error)
             raise
 
@@ -123,33 +118,14 @@ class StagelinkGroup(dist.ProcessGroup):
         if not is_subgroup:
             _world = self
 
-    def _add_collectives(self, given: Any) -> None:
-        store = dist.PrefixStore(f"collectives/{self._generation}", given.store)
-        kinds = dist.ProcessGroup.BackendType
-        gloo = gloo_group(
-            store,
-            self._rank,
-            given.group_size,
-            address=self._address(),
-            timeout=given.timeout,
-            threads=THREADS,
-            lazy=os.environ.get(_LAZY, "").lower() in _YES,
-        )
-        # Torch sets a group's time-out there, and messages keep to the same.
-        self._options = gloo.options
-        self._collectives = dist.ProcessGroup(store, self._rank, given.group_size)
-        self._carry_out_by(torch.device("cpu"), kinds.GLOO, _checked(gloo, given, store))
-        for group in (self, self._collectives):
-            group._set_default_backend(kinds.GLOO)
-        # Whoever has sent may leave before the others receive, and would break off gloo's
-        # connecting for those that are still at it.
-        self.barrier().wait()
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = given.timeout
-            store = dist.PrefixStore("cuda", store)
-            nccl = dist.ProcessGroupNCCL(store, self._rank, given.group_size, options)
-            self._carry_out_by(torch.device("cuda"), kinds.NCCL, _checked(nccl, given, store))
+    def _check_meshes(self, error: BaseException) -> None:
+        """Raise what the connections know of the reason why gloo's failed, as that of a death."""
+        for mesh in self._meshes.values():
+            try:
+                mesh.plane.check_failure()
+            except StagelinkError as cause:
+                self.abort(cause)
+                raise cause from error
 
     def _address(self) -> str:
         """The address at which the others reach this rank, as the connections with them show."""
@@ -161,25 +137,6 @@ class StagelinkGroup(dist.ProcessGroup):
         if far:
             check_reachable(named, VARIABLE)
         return named.text
-
-    def _carry_out_by(self, device: torch.device, kind: Any, backend: Any) -> None:
-        for group in (self, self._collectives):
-            group._register_backend(device, kind, backend)
-
-    # -- collectives
-
-    # Not left to the base class: torch calls its methods of these names with Python's lock held,
-    # which a thread of gloo's takes while it has the lock that they wait for (seen with 2.13).
-    allgather = _handed_on("allgather")
-    allgather_into_tensor_coalesced = _handed_on("allgather_into_tensor_coalesced")
-    allreduce = _handed_on("allreduce")
-    allreduce_coalesced = _handed_on("allreduce_coalesced")
-    alltoall_base = _handed_on("alltoall_base")
-    barrier = _handed_on("barrier")
-    broadcast = _handed_on("broadcast")
-    monitored_barrier = _handed_on("monitored_barrier")
-    reduce_scatter = _handed_on("reduce_scatter")
-    reduce_scatter_tensor_coalesced = _handed_on("reduce_scatter_tensor_coalesced")
 
     # -- point to point
 
@@ -193,11 +150,12 @@ class StagelinkGroup(dist.ProcessGroup):
             tag: not negative.
 
         Raises:
-            DistBackendError: it cannot be sent, the peer has closed, or the group has failed. What
-                cannot be sent is a `stagelink.MessageError` as well, and the peer's receive
-                raises the same text.
+            DistBackendError: it cannot be sent, there is no such peer or tag, the peer has
+                closed, or the group has failed. What cannot be sent is a
+                `stagelink.MessageError` as well, and the peer's receive raises the same text.
+            TypeError, ValueError: an argument is none of those.
         """
-        (tensor,) = tensors
+        tensor, peer, tag = one_tensor(tensors), whole("rank", peer), whole("tag", tag)
         with recorded("c10d::send", tensor, peer, tag):
             return self._send(tensor, peer, tag)
 
@@ -275,9 +233,11 @@ class StagelinkGroup(dist.ProcessGroup):
 
         Raises:
             DistBackendError: nothing can be received into it, which is a
-                `stagelink.MessageError` as well and takes no message; or the group has failed.
+                `stagelink.MessageError` as well and takes no message; there is no such peer or
+                tag; or the group has failed.
+            TypeError, ValueError: an argument is none of those.
         """
-        (tensor,) = tensors
+        tensor, peer, tag = one_tensor(tensors), whole("rank", peer), whole("tag", tag)
         with recorded("c10d::recv_", tensor, peer, tag):
             return self._recv(tensor, peer, tag)
 
@@ -340,12 +300,6 @@ class StagelinkGroup(dist.ProcessGroup):
             )
         return mesh
 
-    @property
-    def _timeout(self) -> timedelta:
-        """How long a message may take; what torch's own `_set_pg_timeout` sets is the same."""
-        found: timedelta = self._options._timeout
-        return found
-
     # -- the end
 
     def get_group_store(self) -> Store:
@@ -397,15 +351,6 @@ class StagelinkGroup(dist.ProcessGroup):
         global _world  # noqa: PLW0603 - see above
         if _world is self:
             _world = None
-
-
-def _checked(backend: Any, given: Any, store: Store) -> Any:
-    """A backend for collectives; where a program is debugged, ranks compare their calls first."""
-    if dist.get_debug_level() != dist.DebugLevel.DETAIL:
-        return backend
-    return dist.distributed_c10d._create_process_group_wrapper(
-        backend, given.group_id, store, given.group_rank, given.group_size, given.timeout
-    )
 
 
 def _payload(

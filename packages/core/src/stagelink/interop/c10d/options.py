@@ -46,9 +46,20 @@ class C10dOptions:
     Attributes:
         tables: ``links``, ``transports``, ``control`` and ``limits``, as in a plan's file; rules
             may go by ``from_rank``, ``to_rank``, ``same_server`` and ``device``.
+
+    Raises:
+        PlanError: these are no tables.
     """
 
     tables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given: object = self.tables
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise PlanError(
+                f"c10d options: {type(given).__name__}: tables by their names are asked for, of "
+                f"{', '.join(_MEANING)}"
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> C10dOptions:

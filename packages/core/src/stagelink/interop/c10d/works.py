@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
 from stagelink.exchange.driving import wait_driving
+from stagelink.interop.c10d.arguments import seconds_of
 from stagelink.interop.c10d.tools import recorded, untraced
 from stagelink.transport.contract import Deadline
 from stagelink.transport.interrupts import stops_caller
@@ -82,17 +83,18 @@ class _MessageWork(dist.Work):
         """
 
     @untraced
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until it is over.
 
         Args:
-            timeout: how long; None, or 0: as long as the group's time-out.
+            timeout: how long; None, or 0: as long as the group's time-out. Seconds, too.
 
         Raises:
             DistBackendError: it took longer, the peer has died or closed, or it does not fit.
                 After a time-out nothing is lost: it can be waited for again.
+            TypeError: ``timeout`` is none.
         """
-        seconds = (timeout or self._timeout).total_seconds()
+        seconds = seconds_of(timeout, self._timeout)
         try:
             with recorded(self._SPAN, self._tensor):
                 over = self._done() or self._wait(Deadline(seconds))
@@ -317,7 +319,7 @@ class RecvWork(_MessageWork):
         return self._source
 
     @untraced
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """As of any work; on a device with streams the caller's goes on when the payload is there.
 
         Raises:

@@ -1,0 +1,134 @@
+"""Collectives of a group, which torch's own groups carry out: gloo, on CUDA tensors nccl."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from stagelink.errors import ConnectError
+from stagelink.interop.c10d.tools import untraced
+from stagelink.transport.gloo_groups import THREADS, gloo_group
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from torch.distributed import Store
+
+__all__ = ["WithCollectives"]
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+_YES = frozenset({"1", "t", "true", "y", "yes"})
+
+
+def _handed_on(name: str) -> Any:
+    def collective(self: WithCollectives, *args: Any, **options: Any) -> dist.Work:
+        work: dist.Work = getattr(self._collectives, name)(*args, **options)
+        return work
+
+    collective.__name__ = name
+    collective.__doc__ = f"Torch's own ``{name}``, by gloo or nccl according to the tensors."
+    return untraced(collective)
+
+
+class WithCollectives(dist.ProcessGroup):
+    """A process group that has its collectives from others."""
+
+    # Not left to the base class: torch calls its methods of these names with Python's lock held,
+    # which a thread of gloo's takes while it has the lock that they wait for (seen with 2.13).
+    allgather = _handed_on("allgather")
+    allgather_into_tensor_coalesced = _handed_on("allgather_into_tensor_coalesced")
+    allreduce = _handed_on("allreduce")
+    allreduce_coalesced = _handed_on("allreduce_coalesced")
+    alltoall_base = _handed_on("alltoall_base")
+    barrier = _handed_on("barrier")
+    broadcast = _handed_on("broadcast")
+    monitored_barrier = _handed_on("monitored_barrier")
+    reduce_scatter = _handed_on("reduce_scatter")
+    reduce_scatter_tensor_coalesced = _handed_on("reduce_scatter_tensor_coalesced")
+
+    def _add_collectives(
+        self, given: Any, store: Store, ranks: Sequence[int], address: str
+    ) -> None:
+        """Make the groups that carry them out; blocks until all ranks have come.
+
+        Args:
+            given: what torch says of the group.
+            store: one that only these ranks share for this.
+            ranks: what the group's ranks are called.
+            address: at which gloo's others reach this rank.
+
+        Raises:
+            ConnectError: some have not come within the group's time-out; they are named.
+        """
+        came = dist.PrefixStore("came", store)
+        came.set(str(given.group_rank), "")
+        try:
+            self._make(given, store, address)
+        except RuntimeError as error:
+            missing = _missing(came, ranks)
+            if not missing:
+                raise
+            me, seconds = ranks[given.group_rank], given.timeout.total_seconds()
+            raise ConnectError(
+                f"rank {me}: missing: {', '.join(map(str, missing))}: no part in making the group "
+                f"of ranks {', '.join(map(str, ranks))} within {seconds:g} s; are they alive, and "
+                "do all ranks make their groups in the same order?"
+            ) from error
+
+    def _make(self, given: Any, store: Store, address: str) -> None:
+        kinds = dist.ProcessGroup.BackendType
+        rank, size = given.group_rank, given.group_size
+        gloo = gloo_group(
+            store,
+            rank,
+            size,
+            address=address,
+            timeout=given.timeout,
+            threads=THREADS,
+            lazy=os.environ.get(_LAZY, "").lower() in _YES,
+        )
+        # Torch sets a group's time-out there, and messages keep to the same.
+        self._options = gloo.options
+        self._collectives = dist.ProcessGroup(store, rank, size)
+        self._carry_out_by(torch.device("cpu"), kinds.GLOO, _checked(gloo, given, store))
+        for group in (self, self._collectives):
+            group._set_default_backend(kinds.GLOO)
+        # Whoever has sent may leave before the others receive, and would break off gloo's
+        # connecting for those that are still at it.
+        self.barrier().wait()
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = given.timeout
+            store = dist.PrefixStore("cuda", store)
+            nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+            self._carry_out_by(torch.device("cuda"), kinds.NCCL, _checked(nccl, given, store))
+
+    def _carry_out_by(self, device: torch.device, kind: Any, backend: Any) -> None:
+        for group in (self, self._collectives):
+            group._register_backend(device, kind, backend)
+
+    @property
+    def _timeout(self) -> timedelta:
+        """How long a message may take; what torch's own `_set_pg_timeout` sets is the same."""
+        found: timedelta = self._options._timeout
+        return found
+
+
+def _checked(backend: Any, given: Any, store: Store) -> Any:
+    """A backend for collectives; where a program is debugged, ranks compare their calls first."""
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        return backend
+    return dist.distributed_c10d._create_process_group_wrapper(
+        backend, given.group_id, store, given.group_rank, given.group_size, given.timeout
+    )
+
+
+def _missing(came: Store, ranks: Sequence[int]) -> list[int]:
+    try:
+        return [rank for place, rank in enumerate(ranks) if not came.check([str(place)])]
+    except RuntimeError:  # the store is gone: nobody knows
+        return []
