@@ -183,4 +183,4 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+    return max(((one[name] - other[name]).abs().max().item() for name in one), default=0.0)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from stagelink import PipelineRunner, Plan, Session
 from tests.runner.models import CLASSES, WIDTH, fill, largest_difference, quick_sgd, weights
-from tests.support.pipelines import GLOO, LOOPBACK, SHM, Document, Ranks, tensor
+from tests.support.pipelines import GLOO, INLINE, LOOPBACK, SHM, WIRES, Document, Ranks, tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -257,6 +257,110 @@ def test_both_on_processes(wire: Any, rank_pool: RankPool) -> None:
 def train_both(comm: Handler) -> tuple[Found, Found]:
     in_place = train(comm, lambda stage: begins("add", stage), batches())
     return train(comm, sequential, batches()), in_place
+
+
+# -- scripted and traced stages
+
+
+def scripted(stage: int) -> Any:
+    module = sequential(stage)
+    if stage == 1:
+        return torch.jit.trace(module, torch.ones(2, WIDTH, dtype=torch.float64))
+    return torch.jit.script(module)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_stages_that_are_scripted_or_traced(rank_pool: RankPool) -> None:
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((1, 1, 1), SEQUENTIAL, microbatches=MICROBATCHES)
+    check_line(ranks.run(plan, train, scripted, batches()), [*map(sequential, range(3))])
+    plan["pipeline"]["schedule"] = "pipedream"
+    ends = ranks.run_to_ends(plan, train, scripted, batches())
+    assert "UsageError" in [end.kind for end in ends]
+    for end in ends:
+        assert "which a scripted or traced module cannot be given" in end.text
+
+
+# -- one tensor for two stages, each of which changes it
+
+TWICE = [
+    tensor("hidden", 0, 1, 2),
+    tensor("deep", 1, 2),
+    tensor("target", 0, 2),
+]
+
+
+class Changes(torch.nn.Module):
+    """Adds to what it is given, in place where that is asked for."""
+
+    def __init__(self, stage: int, *, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace and stage > 0
+        self.stage = stage
+        self.map = linear(CLASSES if stage == 2 else WIDTH, stage)
+
+    def forward(self, hidden: torch.Tensor, deep: torch.Tensor | None = None) -> torch.Tensor:
+        if not self.inplace:
+            hidden, deep = hidden.clone(), None if deep is None else deep.clone()
+        hidden += self.stage
+        if deep is not None:
+            hidden *= deep.sigmoid_()
+        result: torch.Tensor = self.map(hidden).tanh()
+        return result
+
+
+def changes(stage: int) -> torch.nn.Module:
+    return Changes(stage, inplace=True)
+
+
+def changes_nothing(stage: int) -> torch.nn.Module:
+    return Changes(stage, inplace=False)
+
+
+def train_changing(comm: Handler) -> tuple[Found, Found]:
+    return train(comm, changes, batches()), train(comm, changes_nothing, batches())
+
+
+@pytest.mark.parametrize("wire", [*WIRES, *INLINE], ids=str)
+def test_two_stages_may_change_one_tensor(wire: Any, rank_pool: RankPool) -> None:
+    ranks = Ranks(wire, rank_pool)
+    plan = ranks.plan((1, 1, 2), TWICE, microbatches=MICROBATCHES)
+    plan["stages"][0]["arguments"] = {"x": "hidden"}
+    for here, there in ranks.run(plan, train_changing):
+        assert largest_difference(here.weights, there.weights) == 0.0
+        assert here.evaluated == there.evaluated
+
+
+# -- stages without anything of their own
+
+
+def idle(stage: int) -> torch.nn.Module:
+    return torch.nn.Identity() if stage == 1 else sequential(stage)
+
+
+def relu(stage: int) -> torch.nn.Module:
+    return torch.nn.ReLU() if stage == 1 else sequential(stage)
+
+
+def relu_in_place(stage: int) -> torch.nn.Module:
+    return torch.nn.ReLU(inplace=True) if stage == 1 else sequential(stage)
+
+
+def train_each(comm: Handler) -> list[Found]:
+    return [train(comm, build, batches()) for build in (idle, relu, relu_in_place)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_stage_may_give_back_what_it_was_given(schedule: str, rank_pool: RankPool) -> None:
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((2, 1, 1), SEQUENTIAL, microbatches=MICROBATCHES, schedule=schedule)
+    same, plain, in_place = zip(*ranks.run(plan, train_each), strict=True)
+    for here, there in zip(in_place, plain, strict=True):
+        assert largest_difference(here.weights, there.weights) == 0.0
+        assert here.evaluated == there.evaluated
+    if schedule == "1f1b":
+        check_line([*same], [*map(idle, range(3))])
+        check_line([*plain], [*map(relu, range(3))])
 
 
 # -- a gradient that autograd gives to two

@@ -318,6 +318,11 @@ def assigned(change: Callable[[Any], Any]) -> torch.nn.Module:
     return made
 
 
+def compiled_in_place(module: torch.nn.Module) -> torch.nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
 EXAMPLE = (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
 WRAPPED: dict[str, Callable[[], Any]] = {
     "compile": lambda: torch.compile(Masked(), backend="eager"),
@@ -325,6 +330,7 @@ WRAPPED: dict[str, Callable[[], Any]] = {
         Around(cast("torch.nn.Module", torch.compile(Masked(), backend="eager"))), backend="eager"
     ),
     "compiled forward": lambda: assigned(partial(torch.compile, backend="eager")),
+    "compiled in place": lambda: compiled_in_place(Masked()),
     "wraps": lambda: assigned(logged),
     "partial": lambda: assigned(functools.partial),
     "data parallel": lambda: torch.nn.DataParallel(Masked()),

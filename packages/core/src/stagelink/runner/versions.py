@@ -35,7 +35,8 @@ class Versions:
         two: forwards may meet the version before the newest, which is kept for them.
 
     Raises:
-        UsageError: a parameter has hooks, which copies would not call.
+        UsageError: a parameter has hooks, which copies would not call; or the module is scripted
+            or traced, and cannot be given copies.
 
     Attributes:
         newest: the version that the module's parameters are now.
@@ -49,6 +50,7 @@ class Versions:
         self._masters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not direct:
             self._check_hooks()
+            self._check_can_be_given()
         self._copies: dict[int, dict[str, torch.Tensor]] = {}
         self._under_way: deque[int] = deque()
 
@@ -59,6 +61,14 @@ class Versions:
                     f"parameter {name!r} has hooks; with an asynchronous schedule gradients are "
                     "those of copies, which have none: do in the optimizer what they do"
                 )
+
+    def _check_can_be_given(self) -> None:
+        if any(isinstance(part, torch.jit.ScriptModule) for part in self._module.modules()):
+            raise UsageError(
+                f"a {type(self._module).__qualname__}: with an asynchronous schedule forwards run "
+                "on copies of the weights, which a scripted or traced module cannot be given; "
+                "take the module itself, or torch.compile"
+            )
 
     @property
     def kept(self) -> int:
