@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -155,7 +156,13 @@ def run(rank_pool: RankPool) -> Callable[..., list[Any]]:
     ranks = Ranks(LOOPBACK, rank_pool)
 
     def on(case: Any, replicas: tuple[int, ...] = (2, 1), **tables: Any) -> list[Any]:
-        return ranks.run(ranks.plan(replicas, tensors_of(SHAPES), **tables), case)
+        connected = threading.Barrier(sum(replicas))
+
+        def begin(comm: Handler) -> Any:
+            connected.wait(20.0)  # or a rank that fails at once would fail another's connect
+            return case(comm)
+
+        return ranks.run(ranks.plan(replicas, tensors_of(SHAPES), **tables), begin)
 
     return on
 
@@ -243,6 +250,44 @@ def test_the_norm_of_stages_that_step_at_different_times(run: Callable[..., Any]
     run(case, schedule="pipedream")
 
 
+ALIKE: dict[str, dict[str, Any]] = {
+    "clip_norm": {"clip_norm": 1.0},
+    "reduction": {"reduction": "sum"},
+    "metrics": {"metrics": {"m": cross_entropy}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "schedule"),
+    [
+        ("clip_norm", "train", "1f1b"),
+        ("reduction", "train", "pipedream"),
+        ("reduction", "evaluate", "1f1b"),
+        ("metrics", "evaluate", "1f1b"),
+    ],
+)
+def test_what_ranks_must_give_alike(
+    name: str, call: str, schedule: str, run: Callable[..., Any]
+) -> None:
+    """In the first batch or at the end of the first epoch, before any rank would wait for it."""
+
+    def case(comm: Handler) -> str:
+        settings = ALIKE[name] if comm.rank == 1 else {}
+        module = build(SHAPES, comm.stage.index)
+        runner = PipelineRunner(comm, module, loss=plain, optimizer=sgd(module), **settings)
+        with pytest.raises(StagelinkError) as caught, comm:
+            getattr(runner, call)(make_batches([4, 4]) if comm.stage.index == 0 else None)
+        return str(caught.value)
+
+    for found in run(case, schedule=schedule):
+        assert f"the runner's {name} is " in found
+        assert "here and something else on another rank" in found
+
+
+def plain(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output, target)
+
+
 # -- calls
 
 
@@ -296,7 +341,7 @@ BATCH: dict[str, tuple[Any, str]] = {
     "none": (None, "a batch is a mapping from names to tensors"),
     "tensor": (torch.ones(2), "got a Tensor"),
     "empty": ({}, "the batch has no 'x'; it has nothing"),
-    "unknown names": ({"y": torch.ones(4)}, "the batch has no 'x'; it has 'y'"),
+    "unknown names": ({"y": torch.ones(4), "z": torch.ones(4)}, "no 'x'; it has 'y', 'z'"),
     "numbers for names": (
         {**GOOD, 1: torch.ones(4)},
         "are strings; one is a int",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -336,6 +337,7 @@ def test_each_microbatch_has_a_mean_of_its_own(schedule: str, rank_pool: RankPoo
     losses: dict[str, Any] = {
         "own": torch.nn.CrossEntropyLoss(ignore_index=1),
         "given": token_loss,
+        "squares": ones_apart,
         "": by_hand,
     }
     batches = batches_of([*with_another(1)[:3], [1, 1, 1, 1]])
@@ -354,7 +356,12 @@ def test_each_microbatch_has_a_mean_of_its_own(schedule: str, rank_pool: RankPoo
     for found in ranks.run(plan, case):
         for name in ("own", "given"):
             assert largest_difference(found[name][1], found[""][1]) <= 1e-12
+        assert all(value.isfinite().all() for value in found["squares"][1].values())
         assert found["own"][0] == pytest.approx(found["given"][0])
+
+
+def ones_apart(output: torch.Tensor, target: torch.Tensor) -> LossSum:
+    return squares(output, torch.where(target == 1, IGNORED, target))
 
 
 def by_hand(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -449,6 +456,12 @@ def without_grad(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output, target)
 
 
+def scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(torch.nn.CrossEntropyLoss())
+
+
 def returning(make: Callable[[torch.Tensor], Any]) -> Any:
     return lambda output, target: make(F.cross_entropy(output, target))
 
@@ -484,7 +497,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "sum of a mean": (returning(lambda loss: LossSum(loss, 1)), SUM, "return its sum"),
     "alternating": (alternating(), {}, "keep to one"),
-    "own forward": (Flattening(), {}, "of its own, so what its mean counts is not known"),
+    "own forward": (Flattening(), {}, "of its own or scripted, so what its mean counts is not"),
+    "scripted": (scripted(), {}, "of its own or scripted, so what its mean counts is not known"),
 }
 
 
@@ -496,6 +510,44 @@ def test_a_loss_that_cannot_be_used(
     plan = ranks.plan((1, 1), tensors_of(line(2)), microbatches=2)
     for found in ranks.run(plan, _trained_with(loss, **more)):
         assert text in found
+
+
+class Dropping(torch.nn.Module):
+    """Keeps one item of a microbatch, all of the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build(line(2), 0)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
+        self.calls += 1
+        kept = slice(None if self.calls % 2 == 0 else 1)
+        value = torch.rand(len(target), CLASSES, dtype=torch.float64)
+        return {"h0": self.inner(x=x)[kept], "target": value[kept]}
+
+
+def test_a_mean_over_elements_of_which_items_have_more_or_fewer(rank_pool: RankPool) -> None:
+    """It cannot be weighed by items; in an evaluation, and as sum and weight, it goes."""
+
+    def case(comm: Handler) -> str:
+        module: torch.nn.Module = build(line(2), 1) if comm.stage.index else Dropping()
+        batches = batches_of([[0, 1, 2, 0]] * 2) if comm.rank == 0 else None
+        losses: list[Any] = [lambda o, t: LossSum(((o - t) ** 2).sum(), t.numel())]
+        losses += [functools.partial(F.l1_loss, reduction="mean"), torch.nn.MSELoss()]
+        for loss in losses:
+            runner = PipelineRunner(comm, module, loss=loss, optimizer=quick_sgd(module))
+            runner.evaluate(batches)
+            if loss is losses[0]:
+                runner.train(batches)
+        with pytest.raises(stagelink.StagelinkError) as caught, comm:
+            runner.train(batches)
+        return str(caught.value)
+
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((1, 1), tensors_of(line(2)), microbatches=2)
+    for found in ranks.run(plan, case):
+        assert "6 of 2 items in this microbatch, 3 of 2 in one before it, of the same" in found
 
 
 def test_replicas_that_return_different_kinds(rank_pool: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""What a runner is made of and called with: refused at once where it could not be used."""
+"""What a runner is made of: refused at once where it could not be used."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from stagelink.runner.step import Steppers
 from stagelink.runner.trained import Trained, held_by
 
 __all__ = [
-    "check_batches",
     "check_parts",
     "check_scores",
     "check_trainable",
+    "kind",
     "steppers_of",
 ]
 
@@ -33,14 +33,14 @@ def check_parts(comm: object, module: object, progress: object) -> None:
         UsageError: it is not.
     """
     if not isinstance(progress, bool):
-        raise UsageError(f"progress is {_a(progress)}, {progress!r}; it must be True or False")
+        raise UsageError(f"progress is {kind(progress)}, {progress!r}; it must be True or False")
     if not isinstance(comm, Handler):
         raise UsageError(
-            f"comm is {_a(comm)}; it must be the handler that stagelink.connect gives"
+            f"comm is {kind(comm)}; it must be the handler that stagelink.connect gives"
         )
     if not isinstance(module, torch.nn.Module):
         raise UsageError(
-            f"module is {_a(module)}; it must be a torch.nn.Module{_instance(module)}"
+            f"module is {kind(module)}; it must be a torch.nn.Module{_instance(module)}"
         )
 
 
@@ -70,7 +70,9 @@ def check_scores(
     if last and loss is not None and own not in {None, reduction}:
         raise UsageError(f"the loss has reduction {own!r}, the runner {reduction!r}")
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise UsageError(f"metrics is {_a(metrics)}; it must be a mapping from names to functions")
+        raise UsageError(
+            f"metrics is {kind(metrics)}; it must be a mapping from names to functions"
+        )
     found = dict(metrics or {})
     for name, metric in found.items():
         _check_metric(name, metric)
@@ -79,7 +81,7 @@ def check_scores(
 
 def _check_metric(name: object, metric: object) -> None:
     if not isinstance(name, str):
-        raise UsageError(f"a metric's name is {_a(name)}, {name!r}; it must be a string")
+        raise UsageError(f"a metric's name is {kind(name)}, {name!r}; it must be a string")
     if name == "loss":
         raise UsageError("metric 'loss': the name is taken by the loss itself")
     _check_function(f"metric {name!r}", metric)
@@ -91,7 +93,8 @@ def _check_metric(name: object, metric: object) -> None:
 def _check_function(what: str, value: object) -> None:
     if isinstance(value, type) or not callable(value):
         raise UsageError(
-            f"{what} is {_a(value)}; it must be a function of output and target{_instance(value)}"
+            f"{what} is {kind(value)}; it must be a function of output and "
+            f"target{_instance(value)}"
         )
 
 
@@ -140,8 +143,8 @@ def _check_optimizer(value: Any) -> None:
     if isinstance(value, type) or lacks:
         without = f" without {', '.join(lacks)}" if lacks else ""
         raise UsageError(
-            f"optimizer is {_a(value)}{without}; it must be a torch.optim.Optimizer, or a list of "
-            f"them{_instance(value)}"
+            f"optimizer is {kind(value)}{without}; it must be a torch.optim.Optimizer, or a list "
+            f"of them{_instance(value)}"
         )
     if wanted := _required(value):
         raise UsageError(
@@ -154,7 +157,7 @@ def _check_optimizer(value: Any) -> None:
 def _check_scheduler(value: Any, optimizers: Sequence[Any]) -> None:
     if isinstance(value, type) or not callable(getattr(value, "step", None)):
         raise UsageError(
-            f"scheduler is {_a(value)}; it must be a torch.optim.lr_scheduler.LRScheduler, or a "
+            f"scheduler is {kind(value)}; it must be a torch.optim.lr_scheduler.LRScheduler, or a "
             f"list of them{_instance(value)}"
         )
     name = type(value).__name__
@@ -235,32 +238,8 @@ def _check_initialized(where: str, parameters: Iterable[torch.Tensor]) -> None:
             )
 
 
-def check_batches(comm: Handler, batches: object, *, first: bool) -> None:
-    """Make sure that a first stage is given something to take batches from.
-
-    Args:
-        comm: the handler.
-        batches: what the caller gave.
-        first: whether this stage takes them.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if not first:
-        return
-    if batches is None:
-        raise UsageError(
-            f"rank {comm.rank}: stage {comm.stage.name!r} receives nothing, so it needs batches"
-        )
-    single = isinstance(batches, (Mapping, torch.Tensor, str, bytes))
-    if single or (not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__")):
-        raise UsageError(
-            f"batches is {_a(batches)}; it must be an iterable of batches, each a mapping from "
-            "names to tensors, as [{'image': x, 'target': y}]"
-        )
-
-
-def _a(value: object) -> str:
+def kind(value: object) -> str:
+    """A value's kind in words, for an error."""
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     return "None" if value is None else f"a {type(value).__qualname__}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal, NamedTuple
@@ -25,6 +26,7 @@ __all__ = [
     "Metric",
     "Reduction",
     "counting",
+    "elements_of",
     "is_mean_of_unknown",
     "module_of",
     "one_number",
@@ -98,9 +100,31 @@ def counting(score: Any) -> Callable[[Any, Any], LossSum] | None:
 
 
 def is_mean_of_unknown(score: Any) -> bool:
-    """Whether it derives from one of torch's cross entropies with a forward of its own."""
+    """Whether it is made of one of torch's cross entropies, and what it counts is not known.
+
+    That is one with a forward of its own, and one that was scripted.
+    """
     found = _plain(score)
+    if isinstance(found, torch.jit.ScriptModule):
+        return found.original_name in {known.__name__ for known in _MODULES}
     return isinstance(found, _MODULES) and not _is_own(found)
+
+
+def elements_of(score: Any, output: Any, target: Any) -> int | None:
+    """How many elements one of torch's losses makes a mean of; None for what is no such loss.
+
+    Args:
+        score: a loss.
+        output: what it is called with.
+        target: the same.
+    """
+    found = _plain(score)
+    function, _ = _function(found)
+    if not isinstance(found, _ELEMENTWISE) and function not in _ELEMENTWISE_FUNCTIONS:
+        return None
+    if not isinstance(output, torch.Tensor):
+        return None
+    return max(output.numel(), target.numel() if isinstance(target, torch.Tensor) else 0)
 
 
 def module_of(score: Any) -> torch.nn.Module | None:
@@ -132,7 +156,15 @@ def _plain(score: Any) -> Any:
     if isinstance(score, functools.partial) and not score.args:
         inner = _plain(score.func)
         return functools.partial(inner, **score.keywords) if score.keywords else inner
-    return getattr(score, "_torchdynamo_orig_callable", score)
+    while _is_compiled(score):
+        score = score.__wrapped__
+    return score
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether it is a wrapper of torch.compile's, and not a decorator of the user's."""
+    code = getattr(function, "__code__", None)
+    return hasattr(function, "__wrapped__") and "/torch/_dynamo/" in str(code and code.co_filename)
 
 
 def _function(score: Any) -> tuple[Any, dict[str, Any]]:
@@ -147,11 +179,32 @@ _MODULES: tuple[type[torch.nn.Module], ...] = tuple(
     if hasattr(torch.nn, name)  # the last one is there from torch 2.13 on
 )
 _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+_ELEMENTWISE = (
+    torch.nn.BCELoss,
+    torch.nn.BCEWithLogitsLoss,
+    torch.nn.HuberLoss,
+    torch.nn.L1Loss,
+    torch.nn.MSELoss,
+    torch.nn.PoissonNLLLoss,
+    torch.nn.SmoothL1Loss,
+    torch.nn.SoftMarginLoss,
+)
+_ELEMENTWISE_FUNCTIONS = (
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.huber_loss,
+    functional.l1_loss,
+    functional.mse_loss,
+    functional.poisson_nll_loss,
+    functional.smooth_l1_loss,
+    functional.soft_margin_loss,
+)
 
 
 def _is_own(module: torch.nn.Module) -> bool:
     forwards = [known.forward for known in _MODULES]
-    return type(module).forward in forwards and "forward" not in vars(module)
+    forward = inspect.getattr_static(type(module), "forward", None)
+    return forward in forwards and "forward" not in vars(module)
 
 
 def _of_module(module: Any, output: Any, target: Any) -> LossSum:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stagelink.errors import UsageError
 from stagelink.runner.arguments import (
-    check_batches,
     check_parts,
     check_scores,
     check_trainable,
     steppers_of,
 )
+from stagelink.runner.calls import agree, check_batches, check_scored, check_trains
 from stagelink.runner.epoch import Epoch
 from stagelink.runner.flow import Flow
 from stagelink.runner.losses import Loss, Metric, Reduction, module_of
@@ -126,6 +125,11 @@ class PipelineRunner:
         self._trained = Trained(module, scoring, steppers.optimizers)
         check_trainable(comm, self._trained, loss, steppers)
         self._trains = bool(steppers.optimizers)
+        self._common: dict[str, object] | None = {
+            "clip_norm": steppers.clip_norm,
+            "reduction": reduction,
+            "metrics": list(self._metrics),
+        }
         self._update = OptimizerStep(comm, self._trained, steppers)
         self._state = State(comm, module, scoring, self._trained, steppers)
         self._sync: ReplicaSync | None = None
@@ -153,14 +157,14 @@ class PipelineRunner:
             DisagreementError: replicas of the stage differ in their parameters.
             StagelinkError: a rank failed; every rank gets its text.
         """
-        self._check_loss()
-        self._check_trainable()
+        check_scored(self._comm, self._loss)
+        check_trains(self._comm, self._trained, has_optimizer=self._trains)
         check_batches(self._comm, batches, first=self._names.first)
         clock = Clock(self._comm)
         if self._sync is not None:
             with clock.waiting:
                 self._sync.begin()
-        station = self._station({}, clock)
+        station = self._station(None, clock)
         if self._comm.plan.asynchronous:
             passed: Flow | Epoch = self._flow(batches, station)
         else:
@@ -193,10 +197,19 @@ class PipelineRunner:
                 self._sync.add_gradients()
         scores = station.scores
         counted = Counted() if scores is None else scores.finish_batch()
+        self._agree(station.clock)
         self._update.end_batch(station.clock, counted)
         self._update.take(station.clock)
 
+    def _agree(self, clock: Clock) -> None:
+        """Compare what all ranks must give alike: once, where all come by for the first time."""
+        if self._common is not None:
+            with clock.waiting:
+                agree(self._comm, self._common)
+            self._common = None
+
     def _summary(self, epoch: Epoch | Flow, station: Station) -> Summary:
+        self._agree(station.clock)
         shares = shares_of_all(self._comm, station.clock.fractions())
         (seconds,) = self._comm.reduce([station.clock.seconds], "max")
         (loss,) = self._results(station.scores, 1)
@@ -219,7 +232,7 @@ class PipelineRunner:
             UsageError: a batch, the module's result, the loss or a metric is not as it should be.
             StagelinkError: a rank failed; every rank gets its text.
         """
-        self._check_loss()
+        check_scored(self._comm, self._loss)
         check_batches(self._comm, batches, first=self._names.first)
         clock = Clock(self._comm)
         station = self._station(self._metrics, clock)
@@ -228,6 +241,7 @@ class PipelineRunner:
             epoch.run(
                 self._comm.evaluate, batches, partial(_pass, station), self._title("evaluate")
             )
+        self._agree(clock)
         names = ["loss", *self._metrics]
         results = self._results(station.scores, len(names))
         return dict(zip(names, results, strict=True))
@@ -287,11 +301,13 @@ class PipelineRunner:
 
     # -- inside
 
-    def _station(self, metrics: Mapping[str, Metric], clock: Clock) -> Station:
+    def _station(self, metrics: Mapping[str, Metric] | None, clock: Clock) -> Station:
+        """What a pass needs; for training without metrics."""
         scores = None
         if self._loss is not None and self._names.last:
             apart = self._comm.plan.asynchronous
-            scores = Scores(self._loss, self._reduction, metrics, apart=apart)
+            trains, found = metrics is None, metrics or {}
+            scores = Scores(self._loss, self._reduction, found, trains=trains, apart=apart)
         return Station(self._module, self._names, scores, clock, trains=self._trained.any())
 
     def _results(self, scores: Scores | None, count: int) -> list[float]:
@@ -300,28 +316,6 @@ class PipelineRunner:
 
     def _title(self, doing: str) -> str | None:
         return doing if self._progress and self._comm.rank == 0 else None
-
-    def _check_loss(self) -> None:
-        if self._names.last and self._loss is None:
-            raise UsageError(
-                f"rank {self._comm.rank} holds the last stage, {self._comm.stage.name!r}: give "
-                "the runner a loss"
-            )
-
-    def _check_trainable(self) -> None:
-        if self._comm.plan.schedule == "forward":
-            raise UsageError("schedule 'forward' has no backwards; this plan can only evaluate")
-        if not torch.is_grad_enabled():
-            raise UsageError(
-                f"rank {self._comm.rank}: train() was called under torch.no_grad() or "
-                "inference_mode(), where there are no gradients"
-            )
-        if self._trained.any() and not self._trains:
-            raise UsageError(
-                f"rank {self._comm.rank}: the module of stage {self._comm.stage.name!r} has "
-                "parameters to train: give the runner an optimizer, or freeze them with "
-                "requires_grad_(False)"
-            )
 
 
 def _pass(station: Station, session: Session, batch: Batch | None) -> None:

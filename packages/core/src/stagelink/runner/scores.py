@@ -17,6 +17,7 @@ from stagelink.runner.losses import (
     Metric,
     Reduction,
     counting,
+    elements_of,
     is_mean_of_unknown,
     one_number,
 )
@@ -24,6 +25,11 @@ from stagelink.runner.losses import (
 __all__ = ["Counted", "Scores", "means"]
 
 _Total = torch.Tensor | float
+
+_UNKNOWN = (
+    "{} is made of a cross entropy of torch, with a forward of its own or scripted, so what its "
+    "mean counts is not known: let it return stagelink.LossSum(sum, weight)"
+)
 
 
 class Counted(NamedTuple):
@@ -50,6 +56,7 @@ class Scores:
         loss: the loss.
         reduction: how it makes one number of many items.
         metrics: by name.
+        trains: whether `finish_batch` is called behind each batch, for its gradients.
         apart: whether each microbatch's mean counts for itself, as in an asynchronous schedule.
 
     Attributes:
@@ -57,13 +64,21 @@ class Scores:
     """
 
     def __init__(
-        self, loss: Loss, reduction: Reduction, metrics: Mapping[str, Metric], *, apart: bool
+        self,
+        loss: Loss,
+        reduction: Reduction,
+        metrics: Mapping[str, Metric],
+        *,
+        trains: bool,
+        apart: bool,
     ) -> None:
         mean = reduction == "mean"
         self._mean = mean
+        self._trains = trains
         self._apart = apart
         self._loss = (counting(loss) if mean else None) or loss
         self._must_count = mean and is_mean_of_unknown(loss)
+        self._of_elements: tuple[int, int] | None = None
         self._metrics = {name: counting(metric) or metric for name, metric in metrics.items()}
         self._sums: list[_Total] = [0.0] * (1 + len(metrics))
         self._weights: list[_Total] = [0.0] * (1 + len(metrics))
@@ -91,19 +106,26 @@ class Scores:
         if isinstance(result, BackwardDone):
             result = result.loss
             self._check_done(counts=isinstance(result, LossSum))
-        share = self._share(result, items, of_items)
+        share = self._share(result, output, target, (items, of_items))
         for place, (name, metric) in enumerate(self._metrics.items(), start=1):
             what, value = f"metric {name!r}", metric(output, target)
             if isinstance(value, LossSum):
                 self._count(place, *_pair(what, value))
+            elif is_mean_of_unknown(metric):
+                raise UsageError(_UNKNOWN.format(what))
             else:
                 self._count(place, one_number(what, value) * items, items)
         return share.detach() if self.backward_done else share
 
-    def _share(self, result: object, items: int, of_items: int) -> torch.Tensor:
+    def _share(
+        self, result: object, output: Any, target: Any, count: tuple[int, int]
+    ) -> torch.Tensor:
+        items, of_items = count
         self._check_kind(counts=isinstance(result, LossSum))
         if not isinstance(result, LossSum):
             loss = one_number("the loss", result)
+            if self._mean and self._trains and not self._apart:
+                self._check_elements(elements_of(self._loss, output, target), items)
             self._count(0, loss * items if self._mean else loss, items)
             return loss * (items / of_items) if self._mean else loss
         total, weight = _pair("the loss", result)
@@ -130,15 +152,24 @@ class Scores:
                 "sum, or give the runner reduction='mean'"
             )
         if self._must_count and not counts:
-            raise UsageError(
-                "the loss derives from a cross entropy of torch and has a forward of its own, so "
-                "what its mean counts is not known: let it return "
-                "stagelink.LossSum(sum, weight)"
-            )
+            raise UsageError(_UNKNOWN.format("the loss"))
         if self._counts is not None and counts != self._counts:
             one, other = ("one number", "a LossSum") if counts else ("a LossSum", "one number")
             raise UsageError(f"the loss returned {one} before and {other} now: keep to one")
         self._counts = counts
+
+    def _check_elements(self, elements: int | None, items: int) -> None:
+        """Make sure that a mean over elements is one over items: each has as many."""
+        if elements is None:
+            return
+        before, before_items = self._of_elements or (elements, items)
+        self._of_elements = elements, items
+        if elements * before_items != before * items:
+            raise UsageError(
+                f"the loss is a mean over elements: {elements} of {items} items in this "
+                f"microbatch, {before} of {before_items} in one before it, of the same batch. "
+                "Only their sums add up: let it return stagelink.LossSum(sum, weight)"
+            )
 
     def _check_done(self, *, counts: bool) -> None:
         if self._mean and not counts:
@@ -156,6 +187,7 @@ class Scores:
         """What the batch's losses counted here, before the next one begins. Waits for a GPU."""
         found = Counted(self._counts, float(self._weight))
         self._weight = 0.0
+        self._of_elements = None
         return found
 
     def totals(self) -> list[float]:
