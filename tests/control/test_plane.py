@@ -15,6 +15,7 @@ import pytest
 from stagelink.control.connection import Connection, Frame
 from stagelink.control.fields import decode, encode
 from stagelink.control.plane import Plane
+from stagelink.control.proof import PROOF_BYTES
 from stagelink.errors import (
     AbortedError,
     ClosedError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LONG = 20.0
+HELLO = bytes(PROOF_BYTES) + b"{}"
 
 
 class Line:
@@ -310,7 +312,7 @@ def test_a_connection_that_comes_in_during_a_failure_is_told_too(
 
     def greet_then_send(self: Connection, header: Header, *rest: bytes) -> None:
         if not greeters:
-            greeters.append(threading.Thread(target=plane.greet, args=(connection, b"{}")))
+            greeters.append(threading.Thread(target=plane.greet, args=(connection, HELLO)))
             greeters[0].start()
             greeters[0].join(0.2)
         send(self, header, *rest)
@@ -328,7 +330,7 @@ def test_a_connection_that_comes_in_during_a_failure_is_told_too(
 def test_who_was_greeted_and_has_not_answered_is_told_too() -> None:
     mine, theirs = socket.socketpair()
     plane = Plane(0)
-    plane.greet(plane.adopt(mine), b"{}")
+    plane.greet(plane.adopt(mine), HELLO)
     plane.fail(StagelinkError("early"))
     plane.close(Deadline(5))
     with (
@@ -342,7 +344,9 @@ def test_who_was_greeted_and_has_not_answered_is_told_too() -> None:
 def _acquainted(sock: socket.socket) -> Iterator[Plane]:
     """A plane that takes whoever says HELLO for rank 0."""
     plane = Plane(7)
-    plane.handle_hello(lambda connection, frame: plane.introduce(connection, 0))
+    plane.handle_hello(
+        lambda connection, frame: plane.introduce(connection, 0), lambda proof: None
+    )
     plane.adopt(sock)
     yield plane
     plane.close(Deadline(5))

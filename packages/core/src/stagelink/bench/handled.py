@@ -114,7 +114,7 @@ class LinkPipe(Pipe):
     def _on_message(self, peer: int, frame: Frame) -> None:
         arrival = Arrival(frame.header, peer)
         self._arrived.append(arrival)
-        self._in.announced(arrival, frame.note, frame.fds)
+        self._in.announced(arrival, frame.note, frame.take_fds())
 
     @contextmanager
     def round(self, kind: str, size_bytes: int, count: int) -> Iterator[None]:

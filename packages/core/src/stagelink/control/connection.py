@@ -18,20 +18,19 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
+from stagelink.control.framing import MAX_FDS, READ_BYTES, Frame, Framing, close_all
 from stagelink.errors import ProtocolError
-from stagelink.transport.header import HEADER_BYTES, Header
 from stagelink.transport.interrupts import stops_caller
+
+if TYPE_CHECKING:
+    from stagelink.transport.header import Header
 
 __all__ = ["MAX_FDS", "Connection", "Frame", "close_all"]
 
-MAX_FDS = 253
-"""File descriptors that one frame may carry: what the kernel takes at once."""
-
 _LOOPBACK = "127.0.0.1"
-_READ_BYTES = 64 * 1024
 _GONE = frozenset(
     {
         errno.EPIPE,
@@ -46,15 +45,6 @@ _GONE = frozenset(
 )
 
 
-class Frame(NamedTuple):
-    """One frame as it came in; the descriptors are the taker's to close."""
-
-    header: Header
-    note: bytes
-    payload: bytes
-    fds: tuple[int, ...]
-
-
 class _Chunk(NamedTuple):
     data: memoryview
     fds: tuple[int, ...]
@@ -67,6 +57,8 @@ class Connection:
         sock: a connected stream socket, owned from now on.
         on_blocked: called once when output begins to queue, so that somebody watches for room.
         on_handed: called when the other end has handed over a frame, on its thread.
+        check_proof: raises if the proof is wrong that a stranger shows; None: the other end is
+            known already.
 
     Attributes:
         number: what no other connection of this process has.
@@ -75,6 +67,7 @@ class Connection:
         greeted: whether this end has said HELLO; only then may it say anything else.
         said_bye: whether the peer has said goodbye.
         ended: whether the end of the peer's stream was read.
+        lost_by: the system's error that broke the connection; None where there was none.
     """
 
     def __init__(
@@ -82,6 +75,7 @@ class Connection:
         sock: socket.socket,
         on_blocked: Callable[[Connection], None],
         on_handed: Callable[[Connection], None],
+        check_proof: Callable[[bytes], None] | None = None,
     ) -> None:
         self.number = next(_numbers)
         _connections[self.number] = self
@@ -91,6 +85,7 @@ class Connection:
         self.greeted = False
         self.said_bye = False
         self.ended = False
+        self.lost_by: OSError | None = None
         self.address = _LOOPBACK if sock.family == socket.AF_UNIX else sock.getsockname()[0]
         self._passes_fds = sock.family == socket.AF_UNIX
         self._on_blocked = on_blocked
@@ -103,13 +98,17 @@ class Connection:
         self._handed: deque[Frame] = deque()
         self._closed = False
         # One buffer for all reads: a fresh one of this size costs more than the system call.
-        self._buffer = bytearray(_READ_BYTES)
-        self._in = bytearray()
-        self._in_fds: deque[int] = deque()
+        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._framing = Framing(check_proof)
 
     def fileno(self) -> int:
         """The socket's descriptor."""
         return self.sock.fileno()
+
+    def introduce(self, peer: int) -> None:
+        """The other end is that rank, and trusted from now on."""
+        self.peer = peer
+        self._framing.trusted = True
 
     # -- out
 
@@ -132,7 +131,7 @@ class Connection:
             if self._broken or self._half_close:
                 return
             if self._twin is not None:
-                self._twin._take_over(Frame(header, note, payload, _duplicates(fds)))
+                self._twin._take_over(Frame(header, note, payload, [*_duplicates(fds)]))
                 return
             data = header.pack(len(note), len(fds)) + note + payload
             sent = 0 if self._out else self._write(data, fds)
@@ -203,16 +202,22 @@ class Connection:
                 return 0
             if error.errno not in _GONE:
                 raise
-            self._broken = True
+            self._break(error)
             return 0
 
     def _shut_writes(self) -> None:
         try:
             self.sock.shutdown(socket.SHUT_WR)
         except OSError as error:  # the peer was faster; its end of file is read as usual
-            self._broken = True
             if stops_caller(error):
                 raise
+            self._break(error)
+
+    def _break(self, error: OSError) -> None:
+        """Keep why: the system tells it once, whoever asks first."""
+        self._broken = True
+        if error.errno not in (errno.EPIPE, errno.ENOTCONN):  # which say that it was over before
+            self.lost_by = self.lost_by or error
 
     def _drop_output(self) -> None:
         for chunk in self._out:
@@ -227,24 +232,13 @@ class Connection:
         Raises:
             ProtocolError: the bytes are no frames of this protocol.
         """
-        data = self._receive()
-        if self._in:
-            self._in += data
-            data = bytes(self._in)
-            self._in.clear()
-        at, size = 0, len(data)
-        while size - at >= HEADER_BYTES:
-            header = Header.unpack(data, at)
-            body = at + HEADER_BYTES
-            end = body + header.body_bytes
-            if end > size:
-                break
-            split = body + header.note_bytes
-            fds = self._take_fds(header.fds) if header.fds else ()
-            at = end
-            yield Frame(header, data[body:split], data[split:end], fds)
-        if at < size:
-            self._in += memoryview(data)[at:]
+        stranger = True
+        while stranger:  # of whom nothing but its HELLO is read
+            stranger = not self._framing.trusted
+            count = self._receive(self._framing.room, fds=self._passes_fds and not stranger)
+            if not count:
+                return
+            yield from self._framing.feed(bytes(self._buffer[:count]))
 
     def handed(self) -> Iterator[Frame]:
         """The frames that the other end has handed over, if it is in this process."""
@@ -263,45 +257,41 @@ class Connection:
         self.sock.close()
         self._drop_handed()
 
-    def _receive(self) -> bytes:
+    def _receive(self, most: int, *, fds: bool) -> int:
+        """Read into the buffer; how many bytes, 0 where there are none, or no more."""
+        room = self._buffer[:most]
         while True:
             try:
-                if not self._passes_fds:
-                    count = self.sock.recv_into(self._buffer)
-                else:
-                    count = self._receive_with_fds()
+                # Without asking for them, descriptors are dropped by the kernel.
+                count = self._receive_with_fds(room) if fds else self.sock.recv_into(room)
             except OSError as error:
                 if isinstance(error, ProtocolError) or stops_caller(error):
                     raise
                 if isinstance(error, BlockingIOError):
-                    return b""
+                    return 0
+                self.lost_by = self.lost_by or error
                 if isinstance(error, ConnectionResetError):
                     # A Unix peer that closed with unread data resets us first; what it had sent
                     # before, its goodbye included, is still to be read.
                     continue
                 count = 0
             self.ended = not count
-            return bytes(memoryview(self._buffer)[:count])
+            return count
 
-    def _receive_with_fds(self) -> int:
+    def _receive_with_fds(self, room: memoryview) -> int:
         count, ancillary, flags, _ = self.sock.recvmsg_into(
-            [self._buffer], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC
+            [room], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC
         )
-        if flags & socket.MSG_CTRUNC:
-            raise ProtocolError(
-                "descriptors were handed over, and this process cannot have so many (ulimit -n)"
-            )
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array("i")
                 fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
-                self._in_fds.extend(fds)
+                self._framing.add_fds(fds)
+        if flags & socket.MSG_CTRUNC:
+            raise ProtocolError(
+                "descriptors were handed over, and this process cannot have so many (ulimit -n)"
+            )
         return count
-
-    def _take_fds(self, count: int) -> tuple[int, ...]:
-        if count > len(self._in_fds):
-            raise ProtocolError(f"a frame announces {count} descriptors, {len(self._in_fds)} came")
-        return tuple(self._in_fds.popleft() for _ in range(count))
 
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took. Silent when done before."""
@@ -312,8 +302,7 @@ class Connection:
             self.sock.close()
         self._closed = True
         self._drop_handed()
-        close_all(self._in_fds)
-        self._in_fds.clear()
+        self._framing.close()
 
 
 def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
@@ -326,12 +315,6 @@ def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
         close_all(kept)
         raise
     return tuple(kept)
-
-
-def close_all(fds: Sequence[int] | deque[int]) -> None:
-    """Close descriptors that nobody will take."""
-    for fd in fds:
-        os.close(fd)
 
 
 _connections: WeakValueDictionary[int, Connection] = WeakValueDictionary()

@@ -7,7 +7,6 @@ job's token; whoever comes without it is logged and dropped, and harms nobody.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import secrets
@@ -15,12 +14,13 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stagelink.control.fields import decode, encode
 from stagelink.control.listening import listen, own_address_by
 from stagelink.control.missing import wait_for_ranks
+from stagelink.control.proof import Proof
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
 from stagelink.transport.header import VERSION
 from stagelink.transport.host import process_id, server_id
@@ -70,20 +70,15 @@ class Meeting:
         self._judge = judge
         self._server = server
         self._control = control
-        self._token = rendezvous.token()
+        self._proof = Proof(rendezvous.token())
         self._process = process_id()
-        self._hello = encode(
-            {
-                "rank": plane.rank,
-                "token": self._token,
-                "process": self._process,
-                "greeting": greeting,
-            }
+        self._hello = self._proof.shown + encode(
+            {"rank": plane.rank, "process": self._process, "greeting": greeting}
         )
         self._dialled: dict[Connection, int] = {}
         self._expected: frozenset[int] = frozenset()
         self.greetings: dict[int, dict[str, Any]] = {}
-        plane.handle_hello(self._on_hello)
+        plane.handle_hello(self._on_hello, self._proof.check)
 
     def meet(self, peers: Iterable[int], deadline: Deadline) -> None:
         """Connect to every peer; afterwards `greetings` has what each said.
@@ -111,9 +106,18 @@ class Meeting:
                 self._dial_unix(peer, addresses[peer]["address"], deadline)
         self._dial_far([peer for peer in sorted(far) if peer > self._plane.rank], deadline)
         self._wait_greeted(deadline)
+        self._plane.stop_listening()
 
     def _wait_greeted(self, deadline: Deadline) -> None:
-        wait_for_ranks(self._plane, self._rendezvous, "HELLO", self._ungreeted, deadline)
+        try:
+            wait_for_ranks(self._plane, self._rendezvous, "HELLO", self._ungreeted, deadline)
+        except ConnectError as error:
+            short = self._plane.shortage
+            if not short or stops_caller(error):
+                raise
+            raise ConnectError(
+                f"{error}; rank {self._plane.rank} cannot accept connections: {short}"
+            ) from error
 
     def _ungreeted(self) -> frozenset[int]:
         for connection, peer in self._dialled.items():
@@ -163,28 +167,31 @@ class Meeting:
             raise ConnectError(f"rank {self._plane.rank}: {error}") from error.__cause__
 
     def _dial_unix(self, peer: int, name: str, deadline: Deadline) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._dial(sock, peer, f"\0{name}", deadline)
+        self._dial(socket.AF_UNIX, peer, f"\0{name}", deadline)
 
     def _dial_far(self, peers: list[int], deadline: Deadline) -> None:
         for peer, address in self._rendezvous.read("tcp", peers, deadline).items():
             family = socket.AF_INET6 if ":" in address["host"] else socket.AF_INET
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            self._dial(sock, peer, (address["host"], address["port"]), deadline)
+            self._dial(family, peer, (address["host"], address["port"]), deadline)
 
-    def _dial(self, sock: socket.socket, peer: int, address: Any, deadline: Deadline) -> None:
-        sock.settimeout(max(deadline.remaining_s, 0.001))
-        try:
-            sock.connect(address)
-            _tune(sock)
-        except BaseException as error:
-            sock.close()
-            if not isinstance(error, OSError) or stops_caller(error):
-                raise
-            raise ConnectError(
-                f"rank {self._plane.rank}: rank {peer} does not answer at {address!r}: {error}"
-                f"{'' if isinstance(address, str) else _OTHER_INTERFACE}"
-            ) from error
+    def _dial(
+        self, family: socket.AddressFamily, peer: int, address: Any, deadline: Deadline
+    ) -> None:
+        with ExitStack() as unless_connected:
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                unless_connected.callback(sock.close)
+                sock.settimeout(max(deadline.remaining_s, 0.001))
+                sock.connect(address)
+                _tune(sock)
+            except OSError as error:
+                if stops_caller(error):
+                    raise
+                raise ConnectError(
+                    f"rank {self._plane.rank}: rank {peer} does not answer at {address!r}: {error}"
+                    f"{'' if isinstance(address, str) else _OTHER_INTERFACE}"
+                ) from error
+            unless_connected.pop_all()
         connection = self._plane.adopt(sock, lambda c: self._dialled.__setitem__(c, peer))
         self._plane.greet(connection, self._hello)
 
@@ -195,9 +202,6 @@ class Meeting:
     def _on_hello(self, connection: Connection, frame: Frame) -> None:
         fields = decode(frame.note)
         expected = self._dialled.get(connection)
-        token = str(fields.get("token")).encode(errors="replace")
-        if not hmac.compare_digest(token, self._token.encode()):
-            raise ProtocolError("HELLO without this job's token")
         _check_credentials(connection.sock)
         peer = fields.get("rank")
         if not isinstance(peer, int) or not self._awaits(peer, expected):
@@ -208,9 +212,12 @@ class Meeting:
         if fields.get("process") == self._process:
             connection.hand_to(frame.header.sequence)
         self._plane.introduce(connection, peer)
-        self._judge(peer, fields["greeting"])
+        greeting = fields.get("greeting")
+        if not isinstance(greeting, dict):
+            raise ProtocolError("HELLO without a greeting")
+        self._judge(peer, greeting)
         with self._plane.lock:
-            self.greetings[peer] = fields["greeting"]
+            self.greetings[peer] = greeting
 
 
 def _check_wire(rank: int, peer: int, wire: int) -> None:

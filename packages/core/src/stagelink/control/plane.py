@@ -8,6 +8,7 @@ thread, so they return at once and take `Plane.lock` for what callers look at.
 from __future__ import annotations
 
 import _thread
+import errno
 import logging
 import os
 import threading
@@ -16,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from stagelink.control.connection import Connection, Frame
+from stagelink.control.connection import Connection, Frame, close_all
+from stagelink.control.door import Door
 from stagelink.control.failure import Failure
 from stagelink.control.fields import decode, encode
 from stagelink.control.poller import Poller, readable, writable
@@ -47,6 +49,9 @@ logger = logging.getLogger("stagelink")
 _ABORT_FLUSH_S = 1.0
 _EXPLAIN_S = 0.5
 _STOP_S = 2.0
+_TIMED_OUT = frozenset(
+    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
+)
 _planes: weakref.WeakSet[Plane] = weakref.WeakSet()
 
 
@@ -69,12 +74,12 @@ class Plane:
         self._failure = Failure()
         self._connections: dict[int, Connection] = {}
         self._strangers: set[Connection] = set()
-        self._listeners: list[socket.socket] = []
         self._handlers: dict[MessageKind, MessageHandler] = {
             MessageKind.ABORT: self._on_abort,
             MessageKind.BYE: self._on_bye,
         }
         self._on_hello: Callable[[Connection, Frame], None] | None = None
+        self._check_proof: Callable[[bytes], None] = _expect_nobody
         self._on_failure: list[Callable[[StagelinkError], None]] = []
         self._usable = True
         self._closing = False
@@ -89,6 +94,8 @@ class Plane:
         )
         self.lock = self.turns.lock
         self.changed = self.turns.changed
+        self._door = Door(rank, poller, self.adopt, self.drop, self.lock)
+        poller.on_due = self._look_at_door
         _planes.add(self)
 
     # -- for the upper layers
@@ -97,9 +104,17 @@ class Plane:
         """Add one kind of message to the table; before connecting."""
         self._handlers[kind] = handler
 
-    def handle_hello(self, handler: Callable[[Connection, Frame], None]) -> None:
-        """Who judges the first frame of a new connection, before its peer is known."""
+    def handle_hello(
+        self, handler: Callable[[Connection, Frame], None], check_proof: Callable[[bytes], None]
+    ) -> None:
+        """Who judges the first frame of a new connection, before its peer is known.
+
+        Args:
+            handler: is given what came behind the proof.
+            check_proof: is given the proof, before anything else is read; raises to refuse it.
+        """
         self._on_hello = handler
+        self._check_proof = check_proof
 
     def on_failure(self, callback: Callable[[StagelinkError], None]) -> None:
         """Call back once when the handler fails; on any thread, must return at once."""
@@ -111,9 +126,22 @@ class Plane:
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections on a listening socket, owned from now on."""
-        listener.setblocking(False)
-        self._listeners.append(listener)
-        self.poller.add(listener, partial(self._on_listener, listener))
+        with self.lock:
+            self._door.open(listener)
+
+    def stop_listening(self) -> None:
+        """Everybody who is expected is here: accept nobody any more."""
+        with self.lock:
+            self._door.close()
+
+    @property
+    def shortage(self) -> str:
+        """Why connections cannot be accepted at present; empty where they can."""
+        return self._door.shortage
+
+    def _look_at_door(self) -> None:
+        with self.lock:
+            self._door.look()
 
     def adopt(
         self, sock: socket.socket, known: Callable[[Connection], None] | None = None
@@ -122,7 +150,7 @@ class Plane:
 
         ``known`` is called with the connection before anything is read from it.
         """
-        connection = Connection(sock, self._on_blocked, self._on_handed)
+        connection = Connection(sock, self._on_blocked, self._on_handed, self._check_proof)
         with self.lock:
             self._strangers.add(connection)
         if known is not None:
@@ -142,8 +170,9 @@ class Plane:
         """The connection's peer is known and trusted from now on."""
         with self.lock:
             self._strangers.discard(connection)
-            connection.peer = peer
+            connection.introduce(peer)
             self._connections[peer] = connection
+            self._door.passed(connection)
 
     def drop(self, connection: Connection) -> None:
         """Close a connection and forget it."""
@@ -151,6 +180,7 @@ class Plane:
             self._strangers.discard(connection)
             self.poller.remove(connection.sock)
             connection.close()
+            self._door.passed(connection)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -278,17 +308,6 @@ class Plane:
             wrapped.__cause__ = error
             self.fail(wrapped)
 
-    def _on_listener(self, listener: socket.socket, mask: int) -> None:
-        del mask
-        try:
-            sock, _ = listener.accept()
-        except OSError as error:
-            if stops_caller(error):
-                raise
-            logger.warning("rank %d: a connection was not accepted: %s", self.rank, error)
-            return
-        self.adopt(sock)
-
     def _on_blocked(self, connection: Connection) -> None:
         with self.lock:
             self.poller.watch_writes(connection.sock, wanted=True)
@@ -328,17 +347,24 @@ class Plane:
         self.changed()
 
     def _dispatch(self, connection: Connection, frame: Frame) -> None:
-        if connection.peer is None or frame.header.kind is MessageKind.HELLO:
-            if self._on_hello is None or frame.header.kind is not MessageKind.HELLO:
-                raise ProtocolError(f"{frame.header.kind.name} before HELLO")
-            self._on_hello(connection, frame)
-            return
-        handler = self._handlers.get(frame.header.kind)
-        if handler is None:
-            raise ProtocolError(
-                f"rank {connection.peer} sent {frame.header.kind.name} out of place"
-            )
-        handler(connection.peer, frame)
+        try:
+            if connection.peer is None:
+                self._greeted(connection, frame)
+                return
+            handler = self._handlers.get(frame.header.kind)
+            if handler is None:
+                raise ProtocolError(
+                    f"rank {connection.peer} sent {frame.header.kind.name} out of place"
+                )
+            handler(connection.peer, frame)
+        finally:
+            if frame.fds:  # nobody took them
+                close_all(frame.take_fds())
+
+    def _greeted(self, connection: Connection, frame: Frame) -> None:
+        if self._on_hello is None:
+            raise ProtocolError("HELLO where nobody is expected")
+        self._on_hello(connection, frame)
 
     def _bad_bytes(self, connection: Connection, error: ProtocolError) -> None:
         if connection.peer is None:
@@ -355,10 +381,22 @@ class Plane:
         self.drop(connection)
         peer = connection.peer
         if peer is not None and not connection.said_bye and not self._leaving and not self.failure:
-            raise PeerLostError(
-                f"rank {peer} died: its connection to rank {self.rank} ended without a goodbye"
-            )
+            raise PeerLostError(self._farewell(peer, connection.lost_by))
         self.changed()
+
+    def _farewell(self, peer: int, error: OSError | None) -> str:
+        """How a connection ended: by the peer's death, or by what is between, or here."""
+        named = f"its connection to rank {self.rank}"
+        if error is None:
+            return f"rank {peer} died: {named} ended without a goodbye"
+        if error.errno in _TIMED_OUT:
+            return (
+                f"rank {peer} is lost: {named} timed out ({error}); its server is down or "
+                "stopped, or the network between is cut"
+            )
+        if isinstance(error, ConnectionError):
+            return f"rank {peer} died: {named} was reset without a goodbye ({error})"
+        return f"rank {peer} is lost: reading {named} failed ({error})"
 
     def _on_bye(self, peer: int, frame: Frame) -> None:
         del frame
@@ -481,8 +519,7 @@ class Plane:
             self._closed = True
             for connection in (*self._connections.values(), *self._strangers):
                 connection.close()
-            for listener in self._listeners:
-                listener.close()
+            self._door.close()
             self.poller.close()
             _planes.discard(self)
 
@@ -493,9 +530,13 @@ class Plane:
         self.turns.lock = self.lock = threading.RLock()
         for connection in (*self._connections.values(), *self._strangers):
             connection.forget()
-        for listener in self._listeners:
-            listener.close()
+        self._door.forget()
         self.poller.close()
+
+
+def _expect_nobody(proof: bytes) -> None:
+    del proof
+    raise ProtocolError("HELLO where nobody is expected")
 
 
 def _forget_in_child() -> None:

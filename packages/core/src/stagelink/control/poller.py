@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -26,11 +27,14 @@ class Poller:
 
     Attributes:
         spin_s: seconds that `run` may poll before it blocks; how long is its own affair.
+        on_due: called by `run` when the moment has come that `call_at` was given.
         dispatching: whether `run` is calling what is ready.
     """
 
     def __init__(self) -> None:
         self.spin_s = 0.0
+        self.on_due: Callable[[], None] | None = None
+        self._due_s = math.inf
         self._epoll = select.epoll()
         self._ready: dict[int, _Ready] = {}
         self._watcher = select.poll()
@@ -57,10 +61,9 @@ class Poller:
             self._epoll.modify(sock.fileno(), mask)
 
     def remove(self, sock: socket.socket) -> None:
-        """Forget a socket; silent when it is closed already."""
-        if sock.fileno() >= 0:
+        """Forget a socket; silent when that was done already, or it is closed."""
+        if sock.fileno() >= 0 and self._ready.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock.fileno())
-            del self._ready[sock.fileno()]
 
     def call(self, ready: Callable[[], None]) -> None:
         """Call ``ready()`` in the next `run`, or in the one that is waiting; from any thread."""
@@ -68,12 +71,26 @@ class Poller:
         if self._waiting or self._watching:
             self.wake()
 
+    def call_at(self, due_s: float) -> None:
+        """Call `on_due` once at that moment of the monotonic clock, and at no other; inf: never.
+
+        From any thread.
+        """
+        sooner, self._due_s = due_s < self._due_s, due_s
+        if sooner and (self._waiting or self._watching):
+            self.wake()
+
+    @property
+    def _left_s(self) -> float:
+        """Until `on_due` is to be called."""
+        return math.inf if self._due_s == math.inf else max(0.0, self._due_s - time.monotonic())
+
     def run(self, timeout_s: float) -> None:
         """Call what is ready, after waiting up to ``timeout_s`` for something to be.
 
         Where calls are due, sockets wait for the next run: to ask for them costs as much again.
         """
-        events = [] if self._calls else self._wait(timeout_s)
+        events = [] if self._calls else self._wait(min(timeout_s, self._left_s))
         self.dispatching = True
         try:
             for descriptor, mask in events:
@@ -82,6 +99,10 @@ class Poller:
                     ready(mask)
             for _ in range(len(self._calls)):  # those that they lead to wait for the next run
                 self._calls.popleft()()
+            if self._left_s == 0.0:
+                self._due_s = math.inf
+                if self.on_due is not None:
+                    self.on_due()
         finally:
             self.dispatching = False
 
@@ -118,7 +139,8 @@ class Poller:
         self._watching = True
         try:
             if not self._calls:
-                self._watcher.poll()
+                left_s = self._left_s
+                self._watcher.poll(None if left_s == math.inf else math.ceil(left_s * 1000))
         finally:
             self._watching = False
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stagelink.control.connection import close_all
 from stagelink.errors import (
     DeadlineError,
     MessageError,
@@ -98,7 +97,7 @@ class Incoming:
                 self._check_room(way, arrival, frame)
                 self.inbox.put(arrival)
         if carried:
-            way.link.announced(arrival, frame.note, frame.fds)
+            way.link.announced(arrival, frame.note, frame.take_fds())
         elif arrival.abandoned:
             self._answer(arrival)
 
@@ -110,7 +109,6 @@ class Incoming:
         """
         held, size = self.inbox.held_bytes, arrival.header.payload_bytes
         if self.most_bytes is not None and held + size > self.most_bytes:
-            close_all(frame.fds)
             raise MessageError(
                 f"rank {self._plane.rank}: {arrival.key} from rank {way.peer} on edge "
                 f"{way.edge.name!r} has {size} bytes, and {held} bytes of messages have come that "

@@ -291,7 +291,7 @@ class Wiring:
             raise ProtocolError(
                 f"a note for link {number} with rank {peer}, which has {len(links)}"
             )
-        self._ends[links[number]].note(frame.note, frame.fds)
+        self._ends[links[number]].note(frame.note, frame.take_fds())
 
     def _on_failure(self, cause: StagelinkError) -> None:
         for end in self._ends.values():

@@ -49,9 +49,12 @@ __all__ = [
 ]
 
 MAGIC = b"SLNK"
-VERSION = 1
+VERSION = 2
 MAX_INLINE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 16 * 1024 * 1024
+MAX_PAYLOAD_BYTES = 1 << 47
+"""More than the address space of a process holds."""
+
 TRACE_BYTES = 25
 """Size of a message's trace context, which core carries and does not look into.
 
@@ -105,6 +108,13 @@ class Flag:
     INLINE = 2
 
 
+_TENSORS = frozenset({MessageKind.DATA, MessageKind.GRAD})
+"""Kinds that have a payload."""
+
+_WITH_FDS = _TENSORS | {MessageKind.NOTE}
+"""Kinds that come from a transport, and may carry its descriptors."""
+
+_FLAGS = Flag.REQUIRES_GRAD | Flag.INLINE
 _KINDS = {int(kind): kind for kind in MessageKind}
 _DIRECTIONS = {int(direction): direction for direction in Direction}
 
@@ -190,13 +200,24 @@ class Header(NamedTuple):
             known_kind, known_direction, flags, session, edge, microbatch, sequence, link,
             dtype_code, fields[12], note_bytes, fields[15], fields[16 : 16 + dims], fields[24],
         )  # fmt: skip
+        if flags & ~_FLAGS:
+            raise ProtocolError(f"damaged header: flags {flags:#x}, known are {_FLAGS:#x}")
+        if header.fds and known_kind not in _WITH_FDS:
+            raise ProtocolError(f"{known_kind.name} with {header.fds} descriptors takes none")
         if header.dtype_code or header.payload_bytes:
             header._check_sizes()
         return header
 
     def _check_sizes(self) -> None:
-        if self.inline and self.payload_bytes > MAX_INLINE_BYTES:
-            raise ProtocolError(f"an inline payload of {self.payload_bytes} bytes")
+        if self.kind not in _TENSORS:
+            raise ProtocolError(
+                f"{self.kind.name} with dtype code {self.dtype_code} and a payload of "
+                f"{self.payload_bytes} bytes takes neither"
+            )
+        limit = MAX_INLINE_BYTES if self.inline else MAX_PAYLOAD_BYTES
+        if self.payload_bytes > limit:
+            where = "an inline payload" if self.inline else "a payload"
+            raise ProtocolError(f"{where} of {self.payload_bytes} bytes; at most {limit} may come")
         if not self.dtype_code:
             return
         needed = prod(self.shape) * self.dtype.itemsize

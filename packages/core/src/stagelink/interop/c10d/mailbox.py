@@ -105,7 +105,7 @@ class Mailbox:
             self.on_settled(arrival)
         else:
             arrival.link = self._link_from(peer)
-            arrival.link.announced(arrival, frame.note, frame.fds)
+            arrival.link.announced(arrival, frame.note, frame.take_fds())
 
     def _keep(self, address: Address, arrival: Arrival) -> None:
         if address in self._here:
