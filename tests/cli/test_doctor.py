@@ -130,6 +130,22 @@ def test_defaults_that_are_refused_are_a_broken_plugin(invoke: Invoke, site: Sit
     assert "never fast enough" in found["reason"]
 
 
+def test_options_that_raise_anything_else_are_a_broken_plugin(invoke: Invoke, site: Site) -> None:
+    site.transport(
+        "fast",
+        """
+        @dataclasses.dataclass
+        class Options:
+            def __post_init__(self):
+                raise OSError("no file")
+        """,
+        before="import dataclasses",
+    )
+    found = finding(invoke, "fast")
+    assert found["state"] == "broken"
+    assert "Fake.Options, raised OSError: no file (in " in found["reason"]
+
+
 def test_two_that_provide_one_name_are_both_listed(invoke: Invoke, site: Site) -> None:
     site.transport("fast")
     site.distribution("rival-dist", "fast = fast_module")

@@ -134,15 +134,21 @@ def test_pythonioencoding(write: Write) -> None:
     assert b"\na -> b     | 0->2, 1->2 | ab      | gloo      |" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "doctor"])
-def test_nobody_reads_the_output(command: str, write: Write) -> None:
+def test_nobody_reads_the_output(write: Write) -> None:
     """As in ``stagelink plan FILE | head -1``."""
-    arguments = ["plan", "--json", write((1, 1))] if command == "plan" else [command]
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb", buffering=0) as pipe:
-        done = start(*arguments, stdout=pipe)
+        done = start("plan", write((1, 1)), stdout=pipe)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full")
+def test_the_output_cannot_be_written(write: Write) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        done = start("plan", "--json", write((1, 1)), stdout=full)
+    said = b"Error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 # -- files

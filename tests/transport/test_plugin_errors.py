@@ -142,6 +142,37 @@ def test_a_transport_that_raises_when_it_is_asked(site: Site, what: str, raised:
     assert "# here" in shown(error)
 
 
+def test_options_that_raise_what_is_no_value_error(site: Site) -> None:
+    changes = """
+    @dataclasses.dataclass
+    class Options:
+        lanes: int = 1
+
+        def __post_init__(self):
+            raise OSError("no lanes file")  # here
+    """
+    site.transport("fast", changes, before="import dataclasses")
+    found = survey(Plugins(), ["fast"], {})
+    place = line_of(site, "fast_module", "# here")
+    assert found.offers["fast"].state == "broken"
+    assert f"Fake.Options, raised OSError: no lanes file (in {place})" in str(found.errors["fast"])
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("1 / 0  # here", "footprint raised ZeroDivisionError: division by zero (in "),
+        ("return 4096  # here", "footprint returned 4096, neither a Footprint nor None"),
+    ],
+)
+def test_a_footprint_that_cannot_be_told(site: Site, body: str, said: str) -> None:
+    site.transport("fast", f"def footprint(self, window, message_bytes):\n    {body}")
+    found = survey(Plugins(), ["fast"], {})
+    with pytest.raises(PluginError) as caught:
+        found.footprint("fast", 2, None)
+    assert f"transport 'fast' cannot be used: {said}" in str(caught.value)
+
+
 # -- through connect
 
 
@@ -169,8 +200,7 @@ def test_a_link_without_a_transport_shows_why(
 
 def test_a_hook_that_raises_is_told_with_its_place(site: Site) -> None:
     source = """
-    from stagelink.transport.hooks import hookimpl
-    @hookimpl
+        @hookimpl
     def stagelink_select_transport(link, candidates):
         return candidates[99]  # here
     """

@@ -133,8 +133,7 @@ def assume(plan: Plan, verdict: Verdict) -> Assumed:
     links = [AssumedLink(*key, tuple(names)) for key, names in tensors.items()]
     links.sort(key=lambda link: (link.source, link.target, link.tensors))
     footprints = {
-        link: here.found.transports[link.transport].footprint(*load)
-        for link, load in loads.items()
+        link: here.found.footprint(link.transport, *load) for link, load in loads.items()
     }
     memory = {link: one for link, one in footprints.items() if one is not None}
     notes = [*idle_options(plan, here.plugins), *too_much_memory(plan, memory)]

@@ -94,7 +94,7 @@ def _probed(plugins: Plugins, cls: type[Transport], found: Found) -> _Finding:
     try:
         options = asdict(parse_options(cls, {}))
         offer = survey(plugins, [cls.name], {}).offers[cls.name]
-    except PlanError as error:  # its own defaults are refused
+    except (PlanError, PluginError) as error:  # its own defaults are refused
         return _Finding(*who, "broken", str(error))
     return _Finding(*who, offer.state, offer.reason, options)
 

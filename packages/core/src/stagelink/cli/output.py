@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +18,7 @@ from rich.text import Text
 from stagelink.cli.encoding import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 __all__ = [
     "new_table",
@@ -35,11 +37,13 @@ def print_parts(parts: Iterable[Text | Table]) -> None:
     """Print texts and tables on stdout, with a blank line between two of them."""
     # Names and reasons may look like markup, and are printed as they are.
     console = _Console(markup=False, highlight=False, emoji=False)
-    for number, part in enumerate(parts):
-        if number:
-            console.print()
-        # To break a text's lines is for the terminal: whoever searches the output finds it whole.
-        console.print(part, soft_wrap=isinstance(part, Text))
+    with _writing():
+        for number, part in enumerate(parts):
+            if number:
+                console.print()
+            # To break a text's lines is for the terminal: whoever searches the output finds it
+            # whole.
+            console.print(part, soft_wrap=isinstance(part, Text))
 
 
 class _Console(Console):
@@ -68,7 +72,28 @@ def new_table(title: str, *columns: str) -> Table:
 
 def print_json(values: object) -> None:
     """Print one JSON value on stdout; what JSON has no word for becomes its text."""
-    click.echo(json.dumps(values, indent=2, default=str))
+    with _writing():
+        click.echo(json.dumps(values, indent=2, default=str))
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """A block that prints on stdout; where that cannot take it, the process still ends in order.
+
+    Raises:
+        ClickException: it is full, or broken in another way.
+        Exit: nobody reads it any more.
+    """
+    try:
+        yield
+    except OSError as error:
+        # What is left in its buffer would be tried again at the end of the process.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        if error.errno == errno.EPIPE:
+            raise click.exceptions.Exit(1) from error
+        raise click.ClickException(f"the output cannot be written: {error.strerror}") from error
 
 
 def print_note(text: str) -> None:

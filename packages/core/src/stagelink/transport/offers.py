@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from stagelink.errors import PluginError, ProtocolError, UnknownTransportError
-from stagelink.transport.contract import Capabilities, Place, Verdict
+from stagelink.transport.contract import Capabilities, Footprint, Place, Verdict
 from stagelink.transport.interrupts import raised_by_signal_handler
 from stagelink.transport.loading import broken
 from stagelink.transport.options import parse_options
@@ -115,6 +115,18 @@ class Survey:
         transport = self.transports[link.transport]
         provider = f"transport {link.transport!r}"
         return _verdict(provider, "can_connect", transport.can_connect, link, local, remote)
+
+    def footprint(self, name: str, window: int, message_bytes: int | None) -> Footprint | None:
+        """Ask a transport that is usable here what a link takes; see `Transport.footprint`.
+
+        Raises:
+            PluginError: it raised, or returned something else.
+        """
+        provider, transport = f"transport {name!r}", self.transports[name]
+        found = _call(provider, "footprint", transport.footprint, window, message_bytes)
+        if found is None or isinstance(found, Footprint):
+            return found
+        raise broken(provider, [f"footprint returned {found!r}, neither a Footprint nor None"])
 
 
 def survey(

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from stagelink.errors import PlanError
+from stagelink.errors import PlanError, PluginError
 from stagelink.plan.problems import shown, unknown
+from stagelink.transport.interrupts import raised_by_signal_handler
+from stagelink.transport.plugin_errors import raised
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +34,7 @@ def parse_options(cls: type[Transport], given: Mapping[str, JsonValue]) -> Any:
     Raises:
         PlanError: one line per problem with ``transports.NAME.key``, the value and what is
             allowed.
+        PluginError: the class of the options raised anything but a ValueError.
     """
     # The check is strict, and TOML knows lists only: read as JSON, a list may be a tuple's value.
     table = to_json(dict(given))
@@ -40,6 +43,11 @@ def parse_options(cls: type[Transport], given: Mapping[str, JsonValue]) -> Any:
     except ValidationError as error:
         problems = (_problem(cls, detail) for detail in error.errors())
         raise PlanError("\n".join(problems)) from None
+    except Exception as error:
+        if raised_by_signal_handler(error):
+            raise
+        text = raised(f"the class of its options, {cls.Options.__qualname__},", error)
+        raise PluginError(f"transport {cls.name!r} cannot be used: {text}") from error
 
 
 def _problem(cls: type[Transport], detail: ErrorDetails) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pluggy
+import pydantic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["raised"]
 
 _MOST_CAUSES = 5
+_CALLERS = (importlib.__file__, pluggy.__file__, pydantic.__file__, __file__)
 _BETWEEN = (
     "<frozen ",  # the machinery of imports
-    *(f"{Path(file).parent}{os.sep}" for file in (importlib.__file__, pluggy.__file__, __file__)),
+    "<string>",  # what dataclasses make
+    *(f"{Path(file).parent}{os.sep}" for file in _CALLERS),
 )
 """Where files begin that call a plugin, or are called by one to import something."""
 
