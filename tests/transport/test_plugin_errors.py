@@ -200,7 +200,8 @@ def test_a_link_without_a_transport_shows_why(
 
 def test_a_hook_that_raises_is_told_with_its_place(site: Site) -> None:
     source = """
-        @hookimpl
+    from stagelink.transport.hooks import hookimpl
+    @hookimpl
     def stagelink_select_transport(link, candidates):
         return candidates[99]  # here
     """
