@@ -13,6 +13,7 @@ import torch
 from stagelink import PipelineRunner, StagelinkError, UsageError
 from tests.runner.models import build, line, make_batches, sgd, tensors_of
 from tests.support.pipelines import LOOPBACK, Ranks
+from tests.sweep.values import Call, complaint, variants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -288,6 +289,44 @@ def plain(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return cross_entropy(output, target)
 
 
+# -- every argument by every wrong value
+
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "loss": lambda: cross_entropy,
+    "optimizer": lambda: None,
+    "reduction": lambda: "mean",
+    "metrics": lambda: None,
+    "progress": lambda: False,
+    "clip_norm": lambda: None,
+    "scheduler": lambda: None,
+}
+
+
+def test_every_argument_by_every_wrong_value(run: Callable[..., Any]) -> None:
+    def case(comm: Handler) -> dict[str, str]:
+        module = build(SHAPES, comm.stage.index)
+        runner = PipelineRunner(comm, module, loss=cross_entropy, optimizer=sgd(module))
+        made = {"comm": lambda: comm, "module": lambda: module, **_SETTINGS}
+        state = {"state": runner.state_dict}
+        calls = [
+            Call("PipelineRunner", PipelineRunner, made),
+            Call("load_state_dict", runner.load_state_dict, state),
+        ]
+        if comm.stage.index == 0:
+            # Lists are batches, of which the first is refused when it is taken.
+            batches, fits = {"batches": lambda: None}, {"an empty list", "a list of lists"}
+            called = {"train": runner.train, "evaluate": runner.evaluate, "stream": runner.stream}
+            calls += [Call(name, call, batches, fits) for name, call in called.items()]
+        found = {
+            words: complaint(functools.partial(call.function, **given))
+            for call in calls
+            for words, given in variants(call)
+        }
+        return {words: text for words, text in found.items() if text is not None}
+
+    assert run(case) == [{}] * 3
+
+
 # -- calls
 
 
@@ -399,6 +438,9 @@ def test_states_that_do_not_fit(run: Callable[..., Any]) -> None:
         if last:
             with pytest.raises(UsageError, match="the runner of stage 's1' has a loss that keeps"):
                 learnt.load_state_dict(state)
+        weighted = runner_of(torch.nn.CrossEntropyLoss(torch.ones(3)))
+        assert weighted.state_dict()["loss"] is None  # class weights are a setting
+        weighted.load_state_dict(state)
         for key in ("loss", "others"):  # as states of before were
             del state[key]
         learnt.load_state_dict(state)

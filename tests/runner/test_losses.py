@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import stagelink
 from stagelink import BackwardDone, LossSum, PipelineRunner
-from stagelink.runner.losses import counting, reduction_of
+from stagelink.runner.losses import counting, module_of, reduction_of
 from tests.runner.models import (
     CLASSES,
     SKIP,
@@ -403,6 +403,11 @@ def test_what_is_known_of_losses() -> None:
     nn, partial = torch.nn, functools.partial
     for known in (Renamed(), nn.NLLLoss(), partial(nn.CrossEntropyLoss()), F.nll_loss):
         assert counting(known) is not None
+    for compiled in (F.nll_loss, nn.CrossEntropyLoss()):
+        assert counting(torch.compile(compiled, backend="eager")) is not None
+    learnt = nn.LinearCrossEntropyLoss(2, CLASSES)
+    assert counting(learnt) is not None
+    assert module_of(partial(learnt, extra=1)) is learnt
     for other in (Flattening(), nn.MSELoss(), nn.NLLLoss(reduction="sum"), token_loss, max):
         assert counting(other) is None
     said = {

@@ -160,6 +160,24 @@ class WithLoss(Model):
         return super().kept(stage) | t if stage == 1 else super().kept(stage)
 
 
+class LearntClasses(Model):
+    """A loss of torch's own with parameters, which ignores some targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = torch.nn.LinearCrossEntropyLoss(
+            CLASSES, CLASSES, ignore_index=1, dtype=torch.float64
+        )
+        fill(self.loss, 9)
+
+    def held(self, stage: int) -> list[torch.Tensor]:
+        return super().held(stage) + list(self.loss.parameters()) * stage
+
+    def kept(self, stage: int) -> dict[str, torch.Tensor]:
+        found = super().kept(stage)
+        return found | weights(self.loss) if stage == 1 else found
+
+
 class InNoModule(Model):
     """A function that closes over what it learns."""
 
@@ -278,7 +296,7 @@ def clipped_alone(kind: type[Model]) -> Model:
 def test_all_that_is_trained_is_clipped_and_saved(
     replicas: tuple[int, ...], rank_pool: RankPool
 ) -> None:
-    kinds = [Model, WithLoss, InNoModule, Beside, Complex, Tied, Infinite, NoNumber]
+    kinds = [Model, WithLoss, LearntClasses, InNoModule, Beside, Complex, Tied, Infinite, NoNumber]
 
     def case(comm: Handler) -> list[tuple[int, Weights, Weights]]:
         return [clipped(comm, kind) for kind in kinds]

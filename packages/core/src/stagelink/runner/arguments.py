@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any, get_args
@@ -11,6 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from stagelink.arguments import shown
 from stagelink.errors import UsageError
 from stagelink.exchange.handler import Handler
 from stagelink.runner.losses import Reduction, module_of, reduction_of
@@ -33,7 +35,9 @@ def check_parts(comm: object, module: object, progress: object) -> None:
         UsageError: it is not.
     """
     if not isinstance(progress, bool):
-        raise UsageError(f"progress is {kind(progress)}, {progress!r}; it must be True or False")
+        raise UsageError(
+            f"progress is {kind(progress)}, {shown(progress)}; it must be True or False"
+        )
     if not isinstance(comm, Handler):
         raise UsageError(
             f"comm is {kind(comm)}; it must be the handler that stagelink.connect gives"
@@ -63,7 +67,7 @@ def check_scores(
     """
     known = get_args(Reduction)
     if not isinstance(reduction, str) or reduction not in known:
-        raise UsageError(f"reduction {reduction!r}: must be one of {known}")
+        raise UsageError(f"reduction {shown(reduction)}: must be one of {known}")
     if loss is not None:
         _check_function("loss", loss)
     own = reduction_of(loss)
@@ -121,9 +125,13 @@ def steppers_of(optimizer: object, scheduler: object, clip_norm: object) -> Step
 def _norm(value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise UsageError(f"clip_norm {value!r}: must be above 0, or None")
-    return float(value)
+    try:
+        found = float(value) if type(value) is int or isinstance(value, float) else math.nan
+    except OverflowError:  # a whole number beyond all floats
+        found = math.nan
+    if not found > 0:
+        raise UsageError(f"clip_norm {shown(value)}: must be above 0, or None")
+    return found
 
 
 def _several(what: str, value: object) -> list[Any]:

@@ -104,7 +104,7 @@ def is_mean_of_unknown(score: Any) -> bool:
 
     That is one with a forward of its own, and one that was scripted.
     """
-    found = _plain(score)
+    found = module_of(score)
     if isinstance(found, torch.jit.ScriptModule):
         return found.original_name in {known.__name__ for known in _MODULES}
     return isinstance(found, _MODULES) and not _is_own(found)
@@ -118,9 +118,8 @@ def elements_of(score: Any, output: Any, target: Any) -> int | None:
         output: what it is called with.
         target: the same.
     """
-    found = _plain(score)
-    function, _ = _function(found)
-    if not isinstance(found, _ELEMENTWISE) and function not in _ELEMENTWISE_FUNCTIONS:
+    found, _ = _function(_plain(score))
+    if not isinstance(found, _ELEMENTWISE) and found not in _ELEMENTWISE_FUNCTIONS:
         return None
     if not isinstance(output, torch.Tensor):
         return None
@@ -129,7 +128,7 @@ def elements_of(score: Any, output: Any, target: Any) -> int | None:
 
 def module_of(score: Any) -> torch.nn.Module | None:
     """The module that a loss is, or wraps; it may have parameters."""
-    found = _plain(score)
+    found, _ = _function(_plain(score))
     return found if isinstance(found, torch.nn.Module) else None
 
 

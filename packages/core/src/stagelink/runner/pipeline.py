@@ -226,7 +226,8 @@ class PipelineRunner:
             batches: as for `train`.
 
         Returns:
-            ``"loss"`` and each metric, over all items; the same on every rank. Nan without items.
+            ``"loss"`` and each metric, over all items, or over what it counted; the same on every
+            rank. Nan where nothing was counted.
 
         Raises:
             UsageError: a batch, the module's result, the loss or a metric is not as it should be.

@@ -39,7 +39,7 @@ class State:
         self._who = f"rank {comm.rank}"
         self._stage = comm.stage.name
         self._module = module
-        self._loss = loss
+        self._loss = loss if loss is not None and _keeps(loss) else None
         self._trained = trained
         self._steppers = steppers
 
@@ -148,6 +148,12 @@ class State:
                 f"{self._who}: the {what} of stage {self._stage!r} does not take this state: "
                 f"{error}"
             ) from error
+
+
+def _keeps(loss: torch.nn.Module) -> bool:
+    """Whether a loss has a state; the class weights of torch's own are a setting."""
+    own = type(loss).__module__ == torch.nn.CrossEntropyLoss.__module__
+    return next(loss.parameters(), None) is not None or not own
 
 
 def _states(what: str, parts: Sequence[Any]) -> Any:

@@ -37,7 +37,8 @@ class Summary:
     """An epoch of training; the same on every rank.
 
     Attributes:
-        loss: per item, or in all where the loss's reduction is ``"sum"``; nan without any item.
+        loss: the mean over all items, or over what the loss counted; in all where its reduction is
+            ``"sum"``. Nan where nothing was counted.
         items: samples.
         batches: how many.
         seconds: the slowest rank's.
