@@ -12,6 +12,7 @@ from stagelink import Handler, PipelineRunner
 from stagelink.errors import UsageError
 from stagelink.testing import run_threads
 from tests.runner.models import (
+    CLASSES,
     WIDTH,
     build,
     fill,
