@@ -758,6 +758,34 @@ def dies(rank: int, size: int, store: Store) -> str:
     return str(found.value)
 
 
+def dies_beside_a_collective(rank: int, size: int, store: Store) -> str:
+    """Rank 0 is killed while ranks 1 and 2 are in collectives, of which it is no part or one."""
+    dist.init_process_group(STAGELINK, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    pair = dist.new_group([1, 2])
+    dist.barrier()
+    if rank == 0:
+        report("ready")
+        threading.Event().wait()
+    value = torch.ones(4)
+    if rank == 1:  # nobody else comes, and gloo hears of no death
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Linear(2, 2), process_group=None, init_sync=False
+        )
+        with refused("rank 0 died"):
+            dist.all_reduce(value, group=pair)
+    else:
+        model = None
+        with refused("rank 0 died"):
+            dist.all_reduce(value)
+    with refused("rank 0 died") as found:
+        dist.broadcast(value, 1)
+    if model is not None:
+        with pytest.raises(RuntimeError, match="rank 0 died"):
+            model(torch.ones(1, 2)).sum().backward()
+    dist.destroy_process_group()
+    return str(found.value)
+
+
 def aborts(rank: int, size: int, store: Store) -> None:
     dist.init_process_group(STAGELINK, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     work = dist.irecv(torch.zeros(3), 1 - rank)

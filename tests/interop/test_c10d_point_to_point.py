@@ -71,6 +71,16 @@ def test_a_rank_that_dies_is_named_in_every_receive() -> None:
     assert all("rank 0 died" in outcome.value for outcome in others)
 
 
+def test_a_rank_that_dies_is_named_in_every_collective() -> None:
+    with run_fresh(features.dies_beside_a_collective, 3) as ranks:
+        ranks.wait_for(0, "ready")
+        ranks.kill(0)
+        _, *others = ranks.outcomes(timeout_s=20)
+    for outcome in others:
+        assert outcome.ok, str(outcome)
+        assert "rank 0 died" in outcome.value
+
+
 def test_an_abort_reaches_all(rank_pool: RankPool) -> None:
     rank_pool.run(features.aborts, 2)
 

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from stagelink.errors import ConnectError
 from stagelink.interop.c10d.tools import untraced
+from stagelink.interop.collectives import explained
+from stagelink.runner.replicas import break_off
 from stagelink.transport.gloo_groups import THREADS, gloo_group
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from torch.distributed import Store
@@ -25,20 +27,20 @@ _YES = frozenset({"1", "t", "true", "y", "yes"})
 
 
 def _handed_on(name: str) -> Any:
-    def collective(self: WithCollectives, *args: Any, **options: Any) -> dist.Work:
-        work: dist.Work = getattr(self._collectives, name)(*args, **options)
-        return work
-
-    collective.__name__ = name
-    collective.__doc__ = f"Torch's own ``{name}``, by gloo or nccl according to the tensors."
-    return untraced(collective)
+    return untraced(explained(name))
 
 
 class WithCollectives(dist.ProcessGroup):
-    """A process group that has its collectives from others."""
+    """A process group that has its collectives from others: gloo, on CUDA tensors nccl.
 
-    # Not left to the base class: torch calls its methods of these names with Python's lock held,
-    # which a thread of gloo's takes while it has the lock that they wait for (seen with 2.13).
+    Attributes:
+        inner: the group that carries them out.
+        explain: the subclass's: gives the error to raise in place of one of the inner group's;
+            may block for a moment.
+    """
+
+    explain: Callable[[RuntimeError], BaseException]
+
     allgather = _handed_on("allgather")
     allgather_into_tensor_coalesced = _handed_on("allgather_into_tensor_coalesced")
     allreduce = _handed_on("allreduce")
@@ -93,9 +95,10 @@ class WithCollectives(dist.ProcessGroup):
         )
         # Torch sets a group's time-out there, and messages keep to the same.
         self._options = gloo.options
-        self._collectives = dist.ProcessGroup(store, rank, size)
+        self._gloo = gloo
+        self.inner = dist.ProcessGroup(store, rank, size)
         self._carry_out_by(torch.device("cpu"), kinds.GLOO, _checked(gloo, given, store))
-        for group in (self, self._collectives):
+        for group in (self, self.inner):
             group._set_default_backend(kinds.GLOO)
         # Whoever has sent may leave before the others receive, and would break off gloo's
         # connecting for those that are still at it.
@@ -107,8 +110,12 @@ class WithCollectives(dist.ProcessGroup):
             nccl = dist.ProcessGroupNCCL(store, rank, size, options)
             self._carry_out_by(torch.device("cuda"), kinds.NCCL, _checked(nccl, given, store))
 
+    def _break_collectives(self) -> None:
+        """End the collectives that wait in gloo, as those after a death; returns at once."""
+        break_off(self._gloo, self.rank(), self.size())
+
     def _carry_out_by(self, device: torch.device, kind: Any, backend: Any) -> None:
-        for group in (self, self._collectives):
+        for group in (self, self.inner):
             group._register_backend(device, kind, backend)
 
     @property

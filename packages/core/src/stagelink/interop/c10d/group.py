@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["StagelinkGroup", "register"]
 
 _NAME = "stagelink"
+_CAUSE_S = 2.0
 _HASH_BYTES = 8
 _LOOPBACK = "127.0.0.1"
 _MOST_TAG = 2**63 - 1
@@ -91,6 +93,8 @@ class StagelinkGroup(WithCollectives):
             self._check_meshes(error)
             self.abort(error)
             raise
+        known = ref(self)  # destroyed groups are kept by nobody
+        self._meshes["cpu"].plane.on_failure(lambda _: _break_off(known()))
 
     def _join(self, given: Any, options: C10dOptions | None) -> None:
         global _world  # noqa: PLW0603 - as torch's own default group
@@ -117,6 +121,17 @@ class StagelinkGroup(WithCollectives):
         self._number = _number(f"{given.group_id} {self._generation}", self._ranks)
         if not is_subgroup:
             _world = self
+
+    def explain(self, error: RuntimeError) -> BaseException:
+        """Give the failure that the connections know of in place of gloo's error.
+
+        Gloo often notices first that a peer is gone, so this waits a moment for it to be told.
+        """
+        mesh = self._meshes["cpu"]
+        with suppress(StagelinkError):
+            mesh.plane.wait(lambda: False, Deadline(_CAUSE_S))
+        cause = mesh.plane.failure
+        return error if cause is None else mesh.error("collective", cause)
 
     def _check_meshes(self, error: BaseException) -> None:
         """Raise what the connections know of the reason why gloo's failed, as that of a death."""
@@ -379,6 +394,11 @@ def _connect(given: Any, options: C10dOptions, ranks: Sequence[int]) -> dict[str
             mesh.abandon(error)
         raise
     return meshes
+
+
+def _break_off(group: StagelinkGroup | None) -> None:
+    if group is not None:
+        group._break_collectives()
 
 
 def _number(name: str, ranks: Sequence[int]) -> int:
