@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from stagelink.errors import MessageError, MessageTypeError, RefusedError
 from stagelink.exchange.out_link import SendJob
@@ -541,6 +543,29 @@ def results_of_collectives(rank: int, size: int) -> None:
         assert torch.equal(got, total)
         dist.recv(got, 0)
         assert got.eq(size).all()
+
+
+def distributed_tensors(rank: int, size: int) -> None:
+    """Parts of them are memory, they are none.
+
+    Leaves its group behind, as a mesh of gloo's does.
+    """
+    peer, text = 1 - rank, r"distributed\.tensor\.DTensor has no strided memory .*\.to_local\(\)"
+    mesh = init_device_mesh("cpu", (size,))
+    made = distribute_tensor(torch.arange(24.0).view(size, 12), mesh, [Shard(0)])
+    with refused(f"send .*{text}"):
+        dist.isend(made, peer)
+    with refused(f"receive .*{text}"):
+        dist.irecv(made, peer)
+    with refused(f"from rank {peer} .*: rank {peer}, send .*{text}"):
+        dist.recv(torch.zeros(12), peer)
+    dist.send(made.to_local(), peer)
+    dist.send(made.redistribute(mesh, [Replicate()]).to_local(), peer)  # a collective's result
+    whole = torch.zeros(size, 12)
+    dist.recv(made.to_local(), peer)
+    dist.recv(whole, peer)
+    assert torch.equal(whole, torch.arange(24.0).view(size, 12))
+    assert torch.equal(made.to_local(), whole[peer : peer + 1])
 
 
 def under_a_mode(rank: int, size: int) -> None:

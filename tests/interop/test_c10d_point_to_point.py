@@ -10,6 +10,7 @@ import pytest
 
 from stagelink.testing import run_fresh
 from tests.interop import c10d_features as features
+from tests.interop.c10d_programs import STAGELINK, in_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,10 @@ def test_between_two_ranks(program: Callable[[int, int], None], rank_pool: RankP
 )
 def test_among_ranks(program: Callable[[int, int], None], ranks: int, rank_pool: RankPool) -> None:
     rank_pool.run(features.everywhere, ranks, program)
+
+
+def test_distributed_tensors(rank_pool: RankPool) -> None:
+    rank_pool.run(in_world, 2, features.distributed_tensors, STAGELINK)
 
 
 def test_a_group_of_ours_beside_gloo(rank_pool: RankPool) -> None:

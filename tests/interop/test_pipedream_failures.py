@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -25,6 +26,7 @@ from tests.interop.pipedream_driver import (
     made,
     with_handler,
 )
+from tests.support import tensors
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -295,6 +297,69 @@ def _before_the_backward(handler: CommunicationHandler) -> None:
 
 def test_calls_out_of_place(rank_pool: RankPool) -> None:
     rank_pool.run(with_handler, 2, Job((1, 1)), _misuse)
+
+
+# -- tensors that are more than their memory
+
+
+def _kinds(runtime: Runtime) -> None:
+    """What is data arrives, there and back; what is not is refused at both ends."""
+    handler, values, first = runtime.handler, torch.arange(12.0), runtime.stage == 0
+    kinds, refused = [*tensors.DATA.values(), tensors.zeros], [*tensors.REFUSED.values()]
+    runtime.start("train", len(kinds) + len(refused))
+    modes = itertools.cycle(tensors.MODES.values())
+    for number, (make, mode) in enumerate(zip(kinds, modes, strict=False)):
+        expected = (values * (make is not tensors.zeros)).tolist()
+        given = make(values)
+        if first:
+            with mode():
+                handler.send("out0", given, number, 0)
+        with mode():
+            got = handler.recv("out0", number, number, backward=first)
+        assert got is not None
+        assert (got.requires_grad, got.tolist()) == (not first, expected)
+        if not first:
+            handler.increment_messaging_index(sending=False)
+            with mode():
+                handler.send("out0", given, 0, number, backward=True)
+            handler.increment_messaging_index(sending=True)
+    for number, (make, text) in enumerate(refused, len(kinds)):
+        _is_refused(handler, make, text, number, backward=False, sends=first)
+        _is_refused(handler, make, text, number, backward=True, sends=not first)
+    handler.wait()
+
+
+def _is_refused(
+    handler: CommunicationHandler,
+    make: tensors.Make,
+    text: str,
+    number: int,
+    *,
+    backward: bool,
+    sends: bool,
+) -> None:
+    values = torch.arange(12.0)
+    if sends:
+        with pytest.raises(stagelink.MessageTypeError, match=text):
+            handler.send("out0", make(values), number, number, backward)
+        dist.barrier()  # the other has heard
+        handler.send("out0", values, number, number, backward)
+        if backward:
+            handler.increment_messaging_index(sending=True)
+        return
+    with pytest.raises(stagelink.RefusedError, match=text):
+        handler.recv("out0", number, number, backward)
+    dist.barrier()
+    got = handler.recv("out0", number, number, backward)
+    assert got is not None
+    assert got.tolist() == values.tolist()
+    if not backward:
+        handler.increment_messaging_index(sending=False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_kinds_of_tensors(rank_pool: RankPool) -> None:
+    rank_pool.run(with_handler, 2, Job((1, 1)), _kinds)
 
 
 def _shares(runtime: Runtime) -> tuple[int, int]:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from stagelink import PipelineRunner, StagelinkError
+from stagelink import MessageError, PipelineRunner, StagelinkError
 from stagelink.runner.gradients import GradientBuffer
+from stagelink.transport.payload import bytes_of
 from tests.runner.models import CLASSES, WIDTH, fill, make_batches, quick_sgd
+from tests.support import tensors
 from tests.support.pipelines import LOOPBACK, Document, Ranks, tensor
 
 if TYPE_CHECKING:
@@ -297,3 +299,124 @@ def test_a_sparse_gradient_cannot_be_added_over_replicas(rank_pool: RankPool) ->
     ranks = Ranks(LOOPBACK, rank_pool)
     for text in ranks.run(ranks.plan((2, 1), LINE), case):
         assert "add up dense gradients only: a tensor of layout torch.sparse_coo" in text
+
+
+# -- tensors that are more than their memory
+
+
+class Collects(First):
+    """Its end is the result of an asynchronous collective, as of a tensor-parallel layer."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return tensors.collected_from(self.main(x))
+
+
+class CollectsBackward(Last):
+    """So is its gradient."""
+
+    def forward(self, h: torch.Tensor, side: torch.Tensor | None = None) -> Any:
+        return super().forward(tensors.collected_backward(h), side)
+
+
+def test_results_of_collectives_are_waited_for(pipeline: Pipeline) -> None:
+    check(pipeline.gradients([Collects, CollectsBackward]), expected(First(), Last()))
+
+
+class Wraps(First):
+    def forward(self, x: torch.Tensor) -> Any:
+        return tensors.Wrapper(self.main(x).detach())
+
+
+def test_an_output_without_memory_is_named_on_every_rank(rank_pool: RankPool) -> None:
+    def case(comm: Handler) -> str:
+        module = Wraps() if comm.stage.index == 0 else Last()
+        runner = PipelineRunner(
+            comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)
+        )
+        with pytest.raises(StagelinkError) as caught, comm:
+            runner.train(make_batches([6]) if comm.stage.index == 0 else None)
+        return str(caught.value)
+
+    ranks = Ranks(LOOPBACK, rank_pool)
+    for text in ranks.run(ranks.plan((1, 1), LINE), case):
+        assert "microbatch 0 (forward, session 0) of edge 'h': " in text
+        assert "tests.support.tensors.Wrapper has no strided memory of its own" in text
+
+
+ADDED = {**tensors.DATA, **tensors.SHARED, "zeros": tensors.zeros}
+ADDED.pop("overriding")  # cannot be written
+
+
+@pytest.mark.parametrize("kind", ADDED)
+def test_gradients_of_any_kind_are_added(kind: str) -> None:
+    """They need not be such that can be written, and may have a graph."""
+    values = torch.arange(12.0)
+    given = ADDED[kind](values)
+    parameter = torch.nn.Parameter(torch.zeros(given.shape))
+    parameter.grad = given
+    want = bytes_of(given).view(torch.float32).clone()
+    buffer = GradientBuffer([parameter], multiple=2)
+    buffer.fill()
+    buffer.values.mul_(2)  # as the other replica has the same
+    buffer.hand_out()
+    assert parameter.grad is not None
+    assert torch.equal(bytes_of(parameter.grad).view(torch.float32), 2 * want)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["wrapper", "coo", "masked"])
+def test_gradients_without_memory_are_refused(kind: str) -> None:
+    make, text = tensors.REFUSED[kind]
+    given = make(torch.arange(12.0))
+    parameter = torch.nn.Parameter(torch.zeros(given.shape))
+    parameter.grad = given
+    with pytest.raises(StagelinkError, match=f"add up dense gradients only: .*{text}"):
+        GradientBuffer([parameter], multiple=2).fill()
+
+
+class Unlike(First):
+    """Has a buffer of some kind."""
+
+    def __init__(self, make: tensors.Make) -> None:
+        super().__init__()
+        self.register_buffer("kept", make(torch.arange(12.0)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_replicas_refuse_buffers_that_they_cannot_keep_equal(rank_pool: RankPool) -> None:
+    kinds = [
+        tensors.REFUSED["wrapper"],
+        tensors.REFUSED["meta"],
+        tensors.REFUSED["quantised"],
+        (tensors.SHARED["expanded"], "elements of the tensor share their memory"),
+        (tensors.zeros, "a zero tensor of torch's has no memory"),
+    ]
+
+    def case(comm: Handler) -> None:
+        for make, text in kinds:
+            module = Unlike(make) if comm.stage.index == 0 else Last()
+            runner = PipelineRunner(
+                comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)
+            )
+            if comm.stage.index == 0:
+                said = f"a parameter or buffer of stage 's0' cannot be kept .*: .*{text}"
+                with pytest.raises(MessageError, match=said):
+                    runner.train(make_batches([6]))
+
+    ranks = Ranks(LOOPBACK, rank_pool)
+    ranks.run(ranks.plan((2, 1), LINE), case)
+
+
+@pytest.mark.parametrize("kind", ["methods", "inference", "lazily copied"])
+def test_replicas_keep_buffers_that_are_data(kind: str, rank_pool: RankPool) -> None:
+    def case(comm: Handler) -> None:
+        module = Unlike(tensors.DATA[kind]) if comm.stage.index == 0 else Last()
+        runner = PipelineRunner(
+            comm, module, loss=torch.nn.functional.cross_entropy, optimizer=quick_sgd(module)
+        )
+        runner.train(make_batches([6]) if comm.stage.index == 0 else None)
+        for kept in module.buffers():
+            assert kept.tolist() == [*range(12)]
+
+    ranks = Ranks(LOOPBACK, rank_pool)
+    ranks.run(ranks.plan((2, 1), LINE), case)

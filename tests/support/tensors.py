@@ -94,12 +94,30 @@ class _Collected(torch.autograd.Function):
         return gradient
 
 
+class _CollectedBackward(_Collected):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> Any:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return AsyncCollectiveTensor(gradient.clone())
+
+
 # -- what arrives as a tensor
 
 
-def collected(values: torch.Tensor) -> torch.Tensor:
+def collected_from(given: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, with a graph."""
     apply: Any = _Collected.apply
-    made: torch.Tensor = apply(values.clone().requires_grad_())
+    made: torch.Tensor = apply(given)
+    return made
+
+
+def collected_backward(given: torch.Tensor) -> torch.Tensor:
+    """What has the result of a collective as its gradient."""
+    apply: Any = _CollectedBackward.apply
+    made: torch.Tensor = apply(given)
     return made
 
 
@@ -134,7 +152,7 @@ DATA: dict[str, Make] = {
     "collective of methods": lambda values: AsyncCollectiveTensor(
         values.clone().as_subclass(Methods)
     ),
-    "collective with a graph": collected,
+    "collective with a graph": lambda values: collected_from(values.clone().requires_grad_()),
     "lazily copied": lambda values: values.clone()._lazy_clone(),
     "inference": in_inference,
     "part": part,

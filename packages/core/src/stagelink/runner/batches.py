@@ -6,12 +6,15 @@ two numbers that a session is opened with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from stagelink.errors import UsageError
+from stagelink.errors import MessageError, UsageError
+from stagelink.transport.interrupts import stops_caller
+from stagelink.transport.payload import memory_of
 
 __all__ = ["END", "Batch", "check_mapping", "cut", "items_of"]
 
@@ -71,7 +74,8 @@ def cut(tensors: Mapping[str, object], microbatches: int) -> Batch:
         microbatches: how many parts; one per sample where there are fewer samples.
 
     Raises:
-        UsageError: something is no tensor, the sizes differ, or there is no sample.
+        UsageError: something is no tensor, or one that cannot be cut, the sizes differ, or there
+            is no sample.
     """
     sizes = {name: _size(name, tensor) for name, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
@@ -81,18 +85,42 @@ def cut(tensors: Mapping[str, object], microbatches: int) -> Batch:
     if items == 0:
         raise UsageError("a batch without items: leave it out, or drop it in the data loader")
     count = min(microbatches, items)
-    split = {name: torch.tensor_split(_tensor(name, t), count) for name, t in tensors.items()}
+    split = {}
+    for name, value in tensors.items():
+        with _of_entry(name, value):
+            split[name] = torch.tensor_split(_tensor(name, value), count)
     return Batch(items, count, split)
 
 
 def _size(name: str, value: object) -> int:
     tensor = _tensor(name, value)
-    if tensor.dim() == 0:
+    with _of_entry(name, value):
+        dims, size = tensor.dim(), tensor.shape[:1]
+    if dims == 0:
         raise UsageError(f"batch entry {name!r} has no dimension to cut along: its shape is ()")
-    return tensor.shape[0]
+    return size[0]
 
 
 def _tensor(name: str, value: object) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     raise UsageError(f"batch entry {name!r} is a {type(value).__qualname__}, not a tensor")
+
+
+@contextmanager
+def _of_entry(name: str, value: object) -> Iterator[None]:
+    """Say of which entry torch knows no parts, and why; some tensors are more than memory."""
+    try:
+        yield
+    except Exception as error:
+        if stops_caller(error):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        try:
+            memory_of(value)
+        except MessageError as clearer:
+            why = str(clearer)
+        raise UsageError(
+            f"batch entry {name!r}, a {type(value).__qualname__}, cannot be cut along its first "
+            f"dimension: {why}"
+        ) from error

@@ -41,6 +41,7 @@ class GradientBuffer:
         parts = torch.split(self.values, [*sizes, len(parameters), 1, padding])
         *self._gradients, self._marks, self._takes_part, _ = parts
 
+    @torch.no_grad()  # a gradient may have a graph of its own
     def fill(self, *, takes_part: bool = True) -> None:
         """Take the parameters' gradients in.
 
@@ -59,6 +60,7 @@ class GradientBuffer:
             else:
                 self._gradients[place].copy_(_dense(gradient).reshape(-1))
 
+    @torch.no_grad()
     def hand_out(self, *, mean: bool = False) -> None:
         """Give the values back as the parameters' gradients; what nobody has stays None.
 
@@ -92,7 +94,6 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 def _is_writable(gradient: torch.Tensor) -> bool:
     try:
-        memory_of(gradient, written=True)
+        return not memory_of(gradient, written=True)[0].is_inference()
     except MessageError:
         return False
-    return True

@@ -62,7 +62,8 @@ class ReplicaSync:
         trained, buffers = self._of_stage.stepped(), self._of_stage.buffers()
         if self._all_gradients:
             trained += self._of_stage.beside()
-        self._check_memory([*trained, *self._of_stage.parameters(), *buffers])
+        self._check_memory([*trained, *self._of_stage.parameters()], written=False)
+        self._check_memory(buffers, written=True)
         is_new = self._group is None
         group = self._replicas()
         group.agree(_digest(_layout(tensor) for tensor in [*trained, *buffers]), _SHAPES)
@@ -73,10 +74,10 @@ class ReplicaSync:
             self._trained = trained
             self._gradients = _buffers(trained, group.size)
 
-    def _check_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _check_memory(self, tensors: Iterable[torch.Tensor], *, written: bool) -> None:
         for tensor in tensors:
             try:
-                memory_of(tensor, written=True)
+                memory_of(tensor, written=written)
             except MessageError as error:
                 raise type(error)(
                     f"rank {self._comm.rank}: a parameter or buffer of stage "
@@ -119,7 +120,9 @@ class ReplicaSync:
         with torch.no_grad():
             for buffer, part in zip(buffers, parts, strict=True):
                 # A copy, since a view as another dtype must begin at a multiple of its size.
-                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+                values = part.clone().view(buffer.dtype).view(buffer.shape)
+                with torch.inference_mode(buffer.is_inference()):
+                    buffer.copy_(values)
 
     def _replicas(self) -> ReplicaGroup:
         if self._group is None:

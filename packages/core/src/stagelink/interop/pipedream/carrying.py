@@ -10,18 +10,40 @@ from __future__ import annotations
 import torch
 
 from stagelink.errors import MessageError
+from stagelink.transport.modes import outside_modes
+from stagelink.transport.payload import content_of
 
-__all__ = ["check_dtype", "check_target", "packed", "unpacked"]
+__all__ = ["check_dtype", "check_target", "detached", "packed", "plain_of", "unpacked"]
 
 _BY_SIZE = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+
+
+def plain_of(given: object) -> torch.Tensor | None:
+    """The tensor that travels for what a caller gave; see `content_of`.
+
+    None where there is none: that is refused, with the reason and at both ends, where it is sent.
+    """
+    try:
+        return content_of(given)[0]
+    except MessageError:
+        return None
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor outside its graph; shares its memory."""
+    with outside_modes():
+        return tensor.detach()
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as it travels where it is answered, and as its answer travels.
 
-    Shares its memory, requires a gradient, and is no part of its graph.
+    Shares its memory where that holds its values, requires a gradient, and is no part of its
+    graph.
     """
-    return tensor.detach().view(_carrier(tensor.dtype)).requires_grad_()
+    with outside_modes():
+        resolved = tensor.detach().resolve_conj().resolve_neg()
+        return resolved.view(_carrier(tensor.dtype)).requires_grad_()
 
 
 def unpacked(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
@@ -32,7 +54,8 @@ def unpacked(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tenso
     """
     if tensor.dtype != _carrier(dtype):
         raise MessageError(f"{what}: the receiver's training_tensor_dtypes says {dtype}")
-    return tensor.detach().view(dtype)
+    with outside_modes():
+        return tensor.detach().view(dtype)
 
 
 def check_dtype(tensor: torch.Tensor, declared: torch.dtype, what: str) -> None:

@@ -16,10 +16,18 @@ import torch
 
 from stagelink.arguments import is_a
 from stagelink.errors import UsageError
-from stagelink.interop.pipedream.carrying import check_dtype, check_target, packed, unpacked
+from stagelink.interop.pipedream.carrying import (
+    check_dtype,
+    check_target,
+    detached,
+    packed,
+    plain_of,
+    unpacked,
+)
 from stagelink.interop.pipedream.channels import channel
 from stagelink.interop.pipedream.line import ACK
 from stagelink.transport.lanes import device_here
+from stagelink.transport.modes import outside_modes
 
 if TYPE_CHECKING:
     from stagelink.exchange.session import Session
@@ -119,7 +127,8 @@ class Phase:
         if self.forward_only and ACK in self._outgoing and minibatch not in self._asked_for_ack:
             # An ack answers this message, which nobody but the ack's sender looks at.
             device = device_here(self._place.line.devices[self._place.rank])
-            ask = torch.zeros(self._ack_shape, dtype=torch.int64, device=device)
+            with outside_modes():
+                ask = torch.zeros(self._ack_shape, dtype=torch.int64, device=device)
             way = self._way(self._outgoing[ACK], minibatch)
             self._session.send(way, packed(ask), minibatch)
             self._asked_for_ack.add(minibatch)
@@ -149,22 +158,25 @@ class Phase:
         if tensor is None:
             return None
         if not passed.answered:
-            return tensor.to(torch.int64)
+            with outside_modes():
+                return tensor.to(torch.int64)
         declared, what = self._place.dtypes[name], self._what(name)
         if self.forward_only:
             check_dtype(tensor, declared, what)
         else:
             tensor = unpacked(tensor, declared, what)
-        return tensor.requires_grad_() if tensor.dtype == torch.float32 else tensor
+        with outside_modes():
+            return tensor.requires_grad_() if tensor.dtype == torch.float32 else tensor
 
     def answer(self, name: str, tensor: torch.Tensor | None, number: int) -> None:
         """Send back a gradient, or what stands for one, or an ack; never waits for room."""
         passed = self._answerable(self._incoming, name, "receives")
         minibatch = self.minibatch(number)
         way = self._way(passed, minibatch)
-        if tensor is not None:
-            check_dtype(tensor, self._place.dtypes[name], self._what(name))
-            tensor = packed(tensor).detach()
+        plain = plain_of(tensor)
+        if plain is not None:
+            check_dtype(plain, self._place.dtypes[name], self._what(name))
+            tensor = detached(packed(plain))
         if name == ACK:
             self._session.recv(way, minibatch)
         self._session.send_grad(way, tensor, minibatch)
@@ -181,24 +193,24 @@ class Phase:
         return unpacked(tensor, self._place.dtypes[name], self._what(name))
 
     def _message(self, passed: Passed, tensor: Any) -> Any:
-        name = passed.name
-        if not isinstance(tensor, torch.Tensor):
-            return tensor  # refused, with the reason, where it is sent
+        name, plain = passed.name, plain_of(tensor)
+        if plain is None:
+            return tensor
         if not passed.answered:
-            check_target(tensor, self._what(name))
-            return tensor.detach()
-        check_dtype(tensor, self._place.dtypes[name], self._what(name))
+            check_target(plain, self._what(name))
+            return detached(plain)
+        check_dtype(plain, self._place.dtypes[name], self._what(name))
         if self.forward_only:
-            return tensor.detach()
-        if tensor.requires_grad and tensor.dtype != torch.float32 and name not in self._warned:
+            return detached(plain)
+        if plain.requires_grad and plain.dtype != torch.float32 and name not in self._warned:
             self._warned.add(name)
             logger.warning(
                 "%s requires a gradient, but PipeDream's callers get one for torch.float32 only, "
                 "not for %s: nothing before it will train",
                 self._what(name),
-                tensor.dtype,
+                plain.dtype,
             )
-        return packed(tensor)
+        return packed(plain)
 
     def _due(
         self,
