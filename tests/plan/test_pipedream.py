@@ -129,6 +129,11 @@ def test_written_as_toml_it_is_the_same_plan(tmp_path: Path) -> None:
             {"stage_to_depth_map": {"0": 1, "1": 0, "2": 0}},
             "stage_to_depth_map: there is no stage 2",
         ),
+        (
+            {"stage_to_depth_map": {"0": 10**12, "1": 0}},
+            "stage_to_depth_map.0: 1000000000000: no session has so many microbatches; at most "
+            "500000 in all",
+        ),
         ({"stage_to_ranks": {}}, "stage_to_ranks: unknown key 'stage_to_ranks' (did you mean"),
     ],
     ids=lambda value: str(value)[:50],

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from stagelink.errors import PlanError
-from stagelink.plan.problems import Problem, plan_error, ranges
+from stagelink.plan.model import most_microbatches
+from stagelink.plan.problems import Problem, plan_error, ranges, shown
 from stagelink.plan.reading import problem_text
 
 if TYPE_CHECKING:
@@ -149,13 +150,19 @@ def _ranks(found: _Configuration) -> Iterator[Problem]:
 
 
 def _depths(found: _Configuration) -> Iterator[Problem]:
-    """Stages without a depth, and depths without a stage."""
+    """Stages without a depth, depths without a stage, and those that no session has."""
     if found.stage_to_depth_map is None:
         return
     stages, depths = set(found.stage_to_rank_map), set(found.stage_to_depth_map)
     for text, wrong in (("no depth for", stages - depths), ("there is no", depths - stages)):
         if wrong:
             yield Problem(("stage_to_depth_map",), f"{text} stage {ranges(sorted(wrong))}")
+    most = most_microbatches(len(stages))
+    for stage in sorted(stages & depths):
+        depth, replicas = found.stage_to_depth_map[stage], len(found.stage_to_rank_map[stage])
+        if (depth + 1) * replicas > most:
+            text = f"{shown(depth)}: no session has so many microbatches; at most {most} in all"
+            yield Problem(("stage_to_depth_map", str(stage)), text)
 
 
 def _as_plan(found: _Configuration, name: str) -> dict[str, Any]:
