@@ -62,9 +62,7 @@ INDICES = [
     [0, 1, 2, IGNORED],
     [0, 1, IGNORED, IGNORED],  # a microbatch that counts nothing
     [IGNORED, IGNORED, 1, 0, 2, IGNORED, 0],
-    [2, 1, 0],
     [IGNORED, 0],
-    [0, 0, 1, 2],
 ]
 
 
@@ -255,7 +253,8 @@ def test_weights_are_those_of_one_process(
 def test_processes(wire: Wire, rank_pool: RankPool) -> None:
     ranks, shapes = Ranks(wire, rank_pool), line(2)
     plan = ranks.plan((1, 2), tensors_of(shapes), microbatches=2)
-    check(ranks.run(plan, train, shapes, FEW), shapes, FEW)
+    names = ("module", "own backward")
+    check(ranks.run(plan, train, shapes, names), shapes, names)
 
 
 # -- more than one dimension of targets
@@ -340,7 +339,7 @@ def test_each_microbatch_has_a_mean_of_its_own(schedule: str, rank_pool: RankPoo
         "squares": ones_apart,
         "": by_hand,
     }
-    batches = batches_of([*with_another(1)[:3], [1, 1, 1, 1]])
+    batches = batches_of([*with_another(1), [1, 1, 1, 1]])
 
     def case(comm: Handler) -> Any:
         found = {}
