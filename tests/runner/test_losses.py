@@ -87,6 +87,14 @@ def token_loss(output: torch.Tensor, target: torch.Tensor) -> LossSum:
     return LossSum(total, (target != 1).sum())
 
 
+def unless_empty(output: torch.Tensor, target: torch.Tensor) -> LossSum:
+    """Without a graph where it counts nothing."""
+    kept = target != IGNORED
+    if not bool(kept.any()):
+        return LossSum(torch.zeros(()), weight=0)
+    return LossSum(F.cross_entropy(output[kept], target[kept], reduction="sum"), kept.sum())
+
+
 def squares(output: torch.Tensor, target: torch.Tensor) -> LossSum:
     """Weighs by a plain number."""
     hot = F.one_hot(target.clamp(min=0), CLASSES)
@@ -162,6 +170,7 @@ def all_cases() -> dict[str, Case]:
         "logits": Case(nn.BCEWithLogitsLoss(weight=CLASS_WEIGHTS), like(indices, "probabilities")),
         "items": Case(nn.KLDivLoss(reduction="batchmean"), like(indices, "probabilities")),
         "own": Case(token_loss, other, mean_of(token_loss)),
+        "own without a graph": Case(unless_empty, indices, mean_of(unless_empty)),
         "own number": Case(squares, indices, mean_of(squares)),
         "own backward": Case(backward_in_loss, other, mean_of(token_loss)),
         "own backward of a sum": Case(
@@ -325,6 +334,34 @@ def test_a_batch_that_counts_nothing_trains_nothing(rank_pool: RankPool) -> None
         assert all(map(math.isnan, losses))
         assert gradients == [0.0] * 2
         assert change == 0.0
+
+
+# -- what it costs
+
+
+def test_only_what_counts_asks_all_ranks_in_every_batch(rank_pool: RankPool) -> None:
+    def reductions(comm: Handler, loss: Any, count: int) -> int:
+        module = build(line(2), comm.stage.index)
+        runner = PipelineRunner(comm, module, loss=loss, optimizer=quick_sgd(module))
+        calls: list[None] = []
+        reduce = comm.reduce
+
+        def counted(*args: Any, **more: Any) -> list[float]:
+            calls.append(None)
+            return reduce(*args, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "reduce", counted)
+            runner.train(batches_of([[0, 1, 2, 0]] * count) if comm.rank == 0 else None)
+        return len(calls)
+
+    def case(comm: Handler) -> list[int]:
+        losses: list[Any] = [by_hand, torch.nn.CrossEntropyLoss()]
+        return [reductions(comm, loss, 6) - reductions(comm, loss, 1) for loss in losses]
+
+    ranks = Ranks(LOOPBACK, rank_pool)
+    plan = ranks.plan((1, 1), tensors_of(line(2)), microbatches=2)
+    assert ranks.run(plan, case) == [[0, 5]] * 2
 
 
 # -- asynchronous schedules: every microbatch's mean counts for itself

@@ -106,7 +106,7 @@ class Passage:
         if scores is None or scores.backward_done or not wanted:
             return
         for loss in outputs.values():
-            if loss is not None and not loss.requires_grad:
+            if loss is not None and not loss.requires_grad and not scores.counted_nothing():
                 raise UsageError(
                     "the loss does not depend on any parameter by a graph (detach(), argmax() and "
                     "torch.no_grad() cut it): nothing would be trained; where it has run its own "

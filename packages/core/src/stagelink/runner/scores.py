@@ -84,6 +84,7 @@ class Scores:
         self._weights: list[_Total] = [0.0] * (1 + len(metrics))
         self._counts: bool | None = None
         self._weight: _Total = 0.0
+        self._last_weight: _Total | None = None
         self.backward_done = False
 
     def add(self, output: Any, target: Any, items: int, of_items: int) -> torch.Tensor:
@@ -123,12 +124,14 @@ class Scores:
         items, of_items = count
         self._check_kind(counts=isinstance(result, LossSum))
         if not isinstance(result, LossSum):
+            self._last_weight = None
             loss = one_number("the loss", result)
             if self._mean and self._trains and not self._apart:
                 self._check_elements(elements_of(self._loss, output, target), items)
             self._count(0, loss * items if self._mean else loss, items)
             return loss * (items / of_items) if self._mean else loss
         total, weight = _pair("the loss", result)
+        self._last_weight = weight
         self._count(0, total, weight)
         if self._apart:
             # A microbatch that counts nothing has no mean, and no gradient.
@@ -182,6 +185,13 @@ class Scores:
                 "the loss has run its own backward of a LossSum; an asynchronous schedule does "
                 "not divide it any more: use reduction='sum'"
             )
+
+    def counted_nothing(self) -> bool:
+        """Say of the last loss that it was a `LossSum` of nothing, which may lack a graph.
+
+        Waits for a GPU.
+        """
+        return self._last_weight is not None and not float(self._last_weight)
 
     def finish_batch(self) -> Counted:
         """What the batch's losses counted here, before the next one begins. Waits for a GPU."""
