@@ -53,9 +53,19 @@ def _open_too_many(comm: stagelink.Handler) -> None:
         with pytest.raises(stagelink.PlanError, match="microbatches: 10000000: must be at most"):
             open_session(10**7)
     if comm.rank == 0:  # as a peer would that does not know of the bound
+        comm.reduce([0.0])
         comm._engine.openings.open(0, "evaluate", 10**12, None)
-    with pytest.raises(stagelink.PlanError, match="microbatches: 1000000000000: must be at most"):
-        comm.evaluate(10**12 if comm.rank == 0 else None)
+        with pytest.raises(stagelink.AbortedError, match="rank 1 reports"):
+            comm.reduce([0.0])
+    else:
+        text = "rank 0: OPEN of session 0 with microbatches 1000000000000; .* must be at most"
+        with pytest.raises(stagelink.ProtocolError, match=text):
+            _reduce_and_evaluate(comm)
+
+
+def _reduce_and_evaluate(comm: stagelink.Handler) -> None:
+    comm.reduce([0.0])  # behind it, the other rank opens its session
+    comm.evaluate()
 
 
 def test_more_microbatches_than_can_be_listed_are_not_opened(rank_pool: RankPool) -> None:
@@ -379,16 +389,19 @@ def _answered_in_between(comm: stagelink.Handler) -> None:
                 place = place_now(*args)
                 if not place and not refused:
                     refused.append(args)
-                    out.release(args[0], 0, 0)
+                    comm.reduce([0.0])  # behind the other rank's answer
                 return place
 
             out._place_now = place_then_answer  # type: ignore[method-assign,assignment]
             handle = session.isend("h", _ones(), 2)
             assert refused
             assert handle.done()
+        else:
+            session.recv("h", 0)
+            comm.reduce([0.0])
         comm.reduce([0.0])
         if comm.rank == 1:
-            for mb in range(3):
+            for mb in range(1, 3):
                 session.recv("h", mb)
 
 

@@ -49,6 +49,11 @@ logger = logging.getLogger("stagelink")
 _ABORT_FLUSH_S = 1.0
 _EXPLAIN_S = 0.5
 _STOP_S = 2.0
+_BEFORE_BYE = frozenset(
+    {MessageKind.OPEN, MessageKind.DATA, MessageKind.REDUCE, MessageKind.LAST, MessageKind.BYE}
+)
+"""What a rank says of its own accord, and so never behind its goodbye."""
+
 _TIMED_OUT = frozenset(
     {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 )
@@ -352,7 +357,7 @@ class Plane:
                 self._greeted(connection, frame)
                 return
             handler = self._handlers.get(frame.header.kind)
-            if handler is None:
+            if handler is None or (connection.said_bye and frame.header.kind in _BEFORE_BYE):
                 raise ProtocolError(
                     f"rank {connection.peer} sent {frame.header.kind.name} out of place"
                 )

@@ -30,6 +30,9 @@ _COMBINE: dict[str, Callable[[float, float], float]] = {
 }
 
 
+_VALUE_BYTES = 8
+
+
 class Tree:
     """A rank's place in the spanning tree: its parent (None for the root) and its children."""
 
@@ -145,6 +148,28 @@ class Reducer:
 
     def _on_reduce(self, peer: int, frame: Frame) -> None:
         header = frame.header
+        key = (peer, header.direction, header.sequence)
+        if len(frame.note) % _VALUE_BYTES:
+            raise ProtocolError(
+                f"rank {peer}: REDUCE {header.sequence} of {len(frame.note)} bytes, which are no "
+                f"values of {_VALUE_BYTES} bytes each"
+            )
         values = tuple(value for (value,) in struct.iter_unpack("<d", frame.note))
         with self._plane.lock:
-            self._arrived[peer, header.direction, header.sequence] = values
+            self._check_due(key)
+            self._arrived[key] = values
+
+    def _check_due(self, key: tuple[int, Direction, int]) -> None:
+        """A child is at most one reduction ahead, a parent never."""
+        peer, direction, number = key
+        upward = direction is Direction.FORWARD
+        if peer not in (self._tree.children if upward else (self._tree.parent,)):
+            raise ProtocolError(
+                f"rank {peer}: REDUCE {number} {'from' if upward else 'to'} a child, which "
+                f"{'it' if upward else 'this rank'} is not"
+            )
+        due = range(max(0, self._round - 1), self._round + upward)
+        if number not in due or key in self._arrived:
+            raise ProtocolError(
+                f"rank {peer}: REDUCE {number} is not due; this rank has begun {self._round}"
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagelink.errors import DisagreementError
+from stagelink.errors import DisagreementError, ProtocolError
 from stagelink.transport.header import Header, MessageKind
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Endings:
         self._siblings = frozenset(siblings)
         self._counts: dict[int, int] = {}
         self._of_siblings: dict[int, int] = {}
+        self._highest: dict[int, int] = {}
         self._left = -1
         plane.handle(MessageKind.LAST, self._on_last)
 
@@ -75,15 +76,14 @@ class Endings:
             DisagreementError: the session has fewer, says another rank of the first stage.
         """
         if session not in self._counts and session not in self._of_siblings:
+            if session > self._left:
+                self._highest[session] = max(microbatch, self._highest.get(session, -1))
             return
         with self._plane.lock:
             counts = [counts.get(session) for counts in (self._counts, self._of_siblings)]
         for count in counts:
             if count is not None and microbatch >= count:
-                raise DisagreementError(
-                    f"session {session} ends after {count} microbatches on one rank of the first "
-                    f"stage, and another has microbatch {microbatch}: their data differ"
-                )
+                raise DisagreementError(_fewer(session, count, microbatch))
 
     def leave(self, session: int) -> None:
         """This rank leaves a session; with the plane's lock held.
@@ -91,12 +91,20 @@ class Endings:
         What is known of it stays until the next one is left: others may still be wrong.
         """
         self._left = max(session, self._left)
-        for counts in (self._counts, self._of_siblings):
+        for counts in (self._counts, self._of_siblings, self._highest):
             for old in [number for number in counts if number < self._left]:
                 del counts[old]
 
     def _on_last(self, peer: int, frame: Frame) -> None:
         session, microbatches = frame.header.session, frame.header.microbatch
+        if microbatches < 0:
+            raise ProtocolError(
+                f"rank {peer}: LAST of session {session} with {microbatches} microbatches; they "
+                "are 0 or more"
+            )
+        highest = self._highest.get(session, -1)
+        if microbatches <= highest:
+            raise DisagreementError(_fewer(session, microbatches, highest))
         if peer not in self._siblings:
             self.tell(session, microbatches)
             return
@@ -113,3 +121,10 @@ class Endings:
                 f"session {session} ends after {one} microbatches on one rank of the first "
                 f"stage, after {other} on another: their data differ"
             )
+
+
+def _fewer(session: int, count: int, microbatch: int) -> str:
+    return (
+        f"session {session} ends after {count} microbatches on one rank of the first stage, and "
+        f"another has microbatch {microbatch}: their data differ"
+    )

@@ -60,7 +60,7 @@ class Engine(Joint):
         endings = Endings(self.plane, followers_of(plan, rank), siblings_of(plan, rank))
         self.mail = Mail(self.plane, plan.control.inline_bytes, observe, trace, endings)
         self.mail.into.most_bytes = plan.limits.receive_bytes
-        self.openings = Openings(self.plane)
+        self.openings = Openings(self.plane, plan)
         self.reducer = Reducer(self.plane, spanning_tree(self._neighbours, rank))
         self.wire(Ways(self.mail.out.ways, self.mail.into.ways, self.mail.into.on_settled))
 

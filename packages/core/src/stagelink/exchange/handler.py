@@ -125,17 +125,18 @@ class Handler:
     ) -> Session:
         self._plane.check()
         self._check_opening(microbatches)
+        if microbatches is not None:  # of peers' numbers `Openings` sees to it
+            check_microbatches(self.plan, microbatches)
         if mode == "train" and microbatches is not None:
             self._verified(microbatches, actions)
         number = self._next_session
         self._next_session += 1
         opening = self._engine.openings.open(number, mode, microbatches, items)
-        check_microbatches(self.plan, opening.microbatches)
         # Forwards alone, each rank's in ascending order, cannot wait in a circle.
         trains, until_end = mode == "train", opening.microbatches == UNTIL_END
         verdict = self._verified(opening.microbatches, actions) if trains else self._verdict
         windows = verdict.windows if trains else verdict.forward_windows
-        self._engine.mail.enter(lambda edge: windows[edge.index])
+        self._engine.mail.enter(number, lambda edge: windows[edge.index])
         self._engine.wiring.enter(windows)
         place = (self.plan, self.rank)
         session = session_class()(number, opening, place, self._engine.mail)

@@ -17,6 +17,7 @@ from stagelink.errors import (
 from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.driving import wait_driving
 from stagelink.exchange.inbox import Inbox
+from stagelink.exchange.places import Places
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header, MessageKind
 
@@ -43,6 +44,7 @@ class Incoming:
 
     Attributes:
         inbox: what nobody has asked for yet.
+        places: what the peers' windows hold.
         most_bytes: bound on what is in it, which a message beyond it breaks; None: no bound.
         ways: by (edge index, direction, peer).
     """
@@ -61,6 +63,8 @@ class Incoming:
         self._outgoing = outgoing
         self._observe = observe
         self.inbox = Inbox()
+        self.places = Places()
+        outgoing.on_answer = self.places.free
         self.most_bytes: int | None = None
         self.ways: dict[tuple[int, Direction, int], WayIn] = {}
         for kind in (MessageKind.DATA, MessageKind.GRAD, MessageKind.NONE, MessageKind.REFUSED):
@@ -87,6 +91,7 @@ class Incoming:
                 "from it"
             )
         self._endings.check(header.session, header.microbatch)
+        self._check_due(way, header)
         arrival = Arrival(header, peer)
         carried = self._open_envelope(arrival, frame)
         if carried:
@@ -100,6 +105,24 @@ class Incoming:
             way.link.announced(arrival, frame.note, frame.take_fds())
         elif arrival.abandoned:
             self._answer(arrival)
+
+    def _check_due(self, way: WayIn, header: Header) -> None:
+        """Hold a message against the window that its sender has, or against what it answers.
+
+        Raises:
+            ProtocolError: there is no place for it, or nothing that it answers.
+        """
+        if header.microbatch < 0:
+            raise ProtocolError(
+                f"rank {way.peer}: {header.kind.name} of microbatch {header.microbatch} on edge "
+                f"{way.edge.name!r}; they begin at 0"
+            )
+        if header.direction is Direction.BACKWARD:
+            there = self._outgoing.ways[header.edge, Direction.FORWARD, way.peer]
+            self._outgoing.check_sent(there, header)
+        elif header.kind is not MessageKind.REFUSED:  # which takes no place
+            with self._plane.lock:
+                self.places.take(way, header)
 
     def _check_room(self, way: WayIn, arrival: Arrival, frame: Frame) -> None:
         """Hold what has come against `most_bytes`, of which a plan without shapes says nothing.
@@ -152,6 +175,7 @@ class Incoming:
 
     def post_credit(self, peer: int, key: Key) -> None:
         """Free the place of a message whose gradient, if it takes one, will not come."""
+        self.places.free(peer, key)
         header = Header(
             MessageKind.CREDIT,
             Direction.BACKWARD,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from stagelink.errors import ProtocolError
 from stagelink.exchange.incoming import Incoming
 from stagelink.exchange.outgoing import Outgoing
 from stagelink.exchange.presence import Presence
@@ -56,10 +57,19 @@ class Mail:
         self.into = Incoming(plane, self._presence, self.out, observe, endings)
         self.endings = endings
 
-    def enter(self, window_of: Callable[[Edge], int]) -> None:
-        """A session begins, with windows of these sizes."""
+    def enter(self, session: int, window_of: Callable[[Edge], int]) -> None:
+        """A session begins, with windows of these sizes.
+
+        Raises:
+            ProtocolError: a peer has sent more than its window allows.
+        """
         with self._plane.lock:
             self.out.enter(window_of)
+            try:
+                self.into.places.enter(session, self.into.ways.values(), window_of)
+            except ProtocolError as error:
+                self._plane.fail(error)
+                self._plane.check()
 
     def leave(self, session: int, owed: Iterable[tuple[int, Key]], why: str) -> None:
         """A session ends: tell the peers, answer what nobody will ask for, wait for nobody.

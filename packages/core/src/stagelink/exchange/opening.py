@@ -8,17 +8,20 @@ must say the same.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from stagelink.control.fields import decode, encode
-from stagelink.errors import DisagreementError, ProtocolError
-from stagelink.schedule import UNTIL_END
+from stagelink.errors import DisagreementError, PlanError, ProtocolError
+from stagelink.schedule import UNTIL_END, check_microbatches
 from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
+    from stagelink.plan import Plan
 
 __all__ = ["Mode", "Opening", "Openings"]
 
@@ -42,8 +45,10 @@ class Opening(NamedTuple):
 class Openings:
     """The openings of one rank and what its peers say of theirs."""
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: Plane, plan: Plan) -> None:
         self._plane = plane
+        self._plan = plan
+        self._last: dict[int, int] = {}
         self._mine: dict[int, Opening] = {}
         self._theirs: defaultdict[int, dict[int, Opening]] = defaultdict(dict)
         plane.handle(MessageKind.OPEN, self._on_open)
@@ -91,16 +96,38 @@ class Openings:
 
     def _on_open(self, peer: int, frame: Frame) -> None:
         session = frame.header.session
-        try:
-            theirs = Opening(**decode(frame.note))
-        except TypeError as error:
-            raise ProtocolError(f"damaged OPEN message: {error}") from None
+        theirs = self._opening(peer, session, decode(frame.note))
         with self._plane.lock:
+            last = self._last.get(peer, -1)
+            if session <= last:
+                raise ProtocolError(
+                    f"rank {peer}: OPEN of session {session}, and it has opened session {last}"
+                )
+            self._last[peer] = session
             self._theirs[session][peer] = theirs
             mine = self._mine.get(session)
         if mine is not None:
             self._compare(session, mine, peer, theirs)
             self._forget(session)
+
+    def _opening(self, peer: int, session: int, said: Mapping[str, object]) -> Opening:
+        """What a peer says, if it can be: it is computed with before anybody compares it."""
+
+        def wrong(field: str, allowed: str) -> ProtocolError:
+            return ProtocolError(
+                f"rank {peer}: OPEN of session {session} with {field} {said.get(field)!r:.50}; "
+                f"it is {allowed}"
+            )
+
+        mode, microbatches, items = (said.get(field) for field in Opening._fields)
+        if mode not in get_args(Mode):
+            raise wrong("mode", " or ".join(map(repr, get_args(Mode))))
+        if items is not None and (type(items) is not int or items < 0):
+            raise wrong("items", "a number from 0, or null")
+        try:
+            return Opening(cast("Mode", mode), check_microbatches(self._plan, microbatches), items)
+        except PlanError as error:
+            raise wrong("microbatches", f"a number that the plan allows: {error}") from None
 
     def _compare(self, session: int, mine: Opening, peer: int, theirs: Opening) -> None:
         for field, here, there in zip(Opening._fields, mine, theirs, strict=True):

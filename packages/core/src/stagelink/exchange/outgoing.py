@@ -42,6 +42,7 @@ class Outgoing:
     Attributes:
         inline_bytes: as given.
         ways: by (edge index, direction, peer).
+        on_answer: called with the peer and the key of each gradient before it is sent.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Outgoing:
         self._presence = presence
         self._observe = observe
         self._trace = trace
+        self.on_answer: Callable[[int, Key], None] = lambda peer, key: None
         self.ways: dict[tuple[int, Direction, int], WayOut] = {}
         plane.handle(MessageKind.CREDIT, self._on_credit)
 
@@ -127,6 +129,8 @@ class Outgoing:
             job.header = job.header._replace(trace=self._trace(way.link.link, job.header))
         window = way.window
         waits = not (window is None or self._place_now(way, window, key))
+        if window is None:
+            self.on_answer(way.peer, key)
         if window is None or not waits:
             self._start(way, job, copy=copy)
         elif deadline is None:
@@ -229,11 +233,28 @@ class Outgoing:
             start()
         self._plane.changed()
 
+    def check_sent(self, way: WayOut, header: Header) -> None:
+        """Hold an answer against what waits for one.
+
+        Raises:
+            ProtocolError: there was nothing to answer.
+        """
+        window = way.window
+        if window is None or not window.holds(header.session, header.microbatch):
+            raise ProtocolError(
+                f"rank {way.peer}: {header.kind.name} for microbatch {header.microbatch} (session "
+                f"{header.session}) of edge {way.edge.name!r}, which has no place in the window: "
+                "it was not sent, or has been answered"
+            )
+
     def _on_credit(self, peer: int, frame: Frame) -> None:
         header = frame.header
         way = self.ways.get((header.edge, Direction.FORWARD, peer))
         if way is None:
-            raise ProtocolError(f"a credit for edge {header.edge}, which does not go there")
+            raise ProtocolError(
+                f"rank {peer}: CREDIT for edge {header.edge}, which does not go there"
+            )
+        self.check_sent(way, header)
         self.release(way, header.session, header.microbatch)
 
     def _event(self, name: EventName, way: WayOut, header: Header, seconds: float) -> None:

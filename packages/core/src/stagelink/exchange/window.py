@@ -57,6 +57,10 @@ class Window:
             starts.append(parked.start)
         return starts
 
+    def holds(self, session: int, microbatch: int) -> bool:
+        """Whether a message has a place: it was sent, and is not answered."""
+        return (session, microbatch) in self._outstanding
+
     def forget_parked(self) -> None:
         """Drop what never started: its session was left."""
         self._parked.clear()
