@@ -194,13 +194,19 @@ class ReplicaGroup:
             break_off(group, self._me, self.size)
 
 
-def break_off(group: Any, rank: int, size: int) -> None:
-    """Wake every wait in a gloo group, and make it useless; returns at once, on any thread."""
+def break_off(group: Any, rank: int, size: int) -> threading.Thread | None:
+    """Wake every wait in a gloo group, and make it useless; returns at once, on any thread.
+
+    Returns:
+        What does it, and ends soon; None for a group of one rank, in which nothing waits.
+    """
     if size == 1:
-        return  # it has no connections, and nothing waits in it
+        return None
     breaker = partial(_break_connections, group, (rank + 1) % size)
     # No daemon: gloo ends the process where the interpreter's end finds it at work.
-    threading.Thread(target=breaker, name="stagelink-replicas-break", daemon=False).start()
+    thread = threading.Thread(target=breaker, name="stagelink-replicas-break", daemon=False)
+    thread.start()
+    return thread
 
 
 def _carry_out(work: Callable[[], None], done: Future[None]) -> None:

@@ -15,6 +15,7 @@ from stagelink.runner.replicas import break_off
 from stagelink.transport.gloo_groups import THREADS, gloo_group
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WithCollectives"]
 
+_BREAK_S = 2.0
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _YES = frozenset({"1", "t", "true", "y", "yes"})
 
@@ -40,6 +42,7 @@ class WithCollectives(dist.ProcessGroup):
     """
 
     explain: Callable[[RuntimeError], BaseException]
+    _breaker: threading.Thread | None = None
 
     allgather = _handed_on("allgather")
     allgather_into_tensor_coalesced = _handed_on("allgather_into_tensor_coalesced")
@@ -112,7 +115,12 @@ class WithCollectives(dist.ProcessGroup):
 
     def _break_collectives(self) -> None:
         """End the collectives that wait in gloo, as those after a death; returns at once."""
-        break_off(self._gloo, self.rank(), self.size())
+        self._breaker = break_off(self._gloo, self.rank(), self.size())
+
+    def _finish_breaking(self) -> None:
+        """Wait for what `_break_collectives` has started; it takes a moment."""
+        if self._breaker is not None:
+            self._breaker.join(_BREAK_S)
 
     def _carry_out_by(self, device: torch.device, kind: Any, backend: Any) -> None:
         for group in (self, self.inner):

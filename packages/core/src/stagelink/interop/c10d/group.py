@@ -345,6 +345,7 @@ class StagelinkGroup(WithCollectives):
         """
         self._is_world_no_more()
         with ExitStack() as steps:  # all, also where one raises
+            steps.callback(self._finish_breaking)
             for mesh in self._meshes.values():
                 if self._owns:
                     steps.callback(mesh.close, Deadline(mesh.plan.limits.close_deadline_s))
@@ -361,6 +362,7 @@ class StagelinkGroup(WithCollectives):
                 mesh.abandon(cause)
             elif error is None:
                 mesh.fail(cause)
+        self._finish_breaking()
 
     def _is_world_no_more(self) -> None:
         global _world  # noqa: PLW0603 - see above
