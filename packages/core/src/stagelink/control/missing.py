@@ -155,3 +155,4 @@ def wait_for_ranks(
         if late != told:
             rendezvous.tell_wait(step, late)
             told = late
+        rendezvous.find_failure(plane.fail_as_told)  # of a rank that no connection reaches yet

@@ -33,6 +33,7 @@ __all__ = ["open_store"]
 
 logger = logging.getLogger("stagelink")
 _PAUSE_S = 0.1
+_TORCHS = timedelta(seconds=300)
 _TRY_S = 3.0
 """For one try to connect; a lost packet is sent again after 1 s and 3 s."""
 
@@ -61,7 +62,7 @@ def open_store(
 def _open_file(where: StoreAddress, world_size: int, deadline: Deadline) -> StoreClient:
     client = StoreClient(str(where))
 
-    def make() -> Store:
+    def make(_: timedelta) -> Store:
         _check_file(where)
         return FileStore(where.path, world_size)  # the last one removes it
 
@@ -102,11 +103,10 @@ def _open_tcp(where: StoreAddress, deadline: Deadline, *, hosts: bool) -> StoreC
         _resolve(where, deadline)
     else:
         remote = _reach(where, deadline)
-    patience = timedelta(seconds=max(deadline.remaining_s, 0.001))
     client = StoreClient(str(where))
     try:
         client.make(
-            lambda: TCPStore(host, port, None, hosts, patience, wait_for_workers=False),
+            lambda limit: _usual(TCPStore(host, port, None, hosts, limit, wait_for_workers=False)),
             deadline,
             remote,
         )
@@ -115,6 +115,12 @@ def _open_tcp(where: StoreAddress, deadline: Deadline, *, hosts: bool) -> StoreC
             raise
         raise ConnectError(_failure(where, deadline, error, hosts=hosts)) from error
     return client
+
+
+def _usual(store: Store) -> Store:
+    """With torch's own time limit, which is for the calls of others."""
+    store.set_timeout(_TORCHS)
+    return store
 
 
 def _failure(where: StoreAddress, deadline: Deadline, error: Exception, *, hosts: bool) -> str:

@@ -339,16 +339,18 @@ class Rendezvous:
             deadline: for the store to take it.
             hosts_store: wait until all others have left too, or the deadline.
         """
+        patience_s = 0.0
         try:
             if self.generation:
                 self._keys.set(self._key(f"left/{self._rank}"), "", deadline)
                 if hosts_store:
                     self._wait_left(deadline)
+            patience_s = deadline.remaining_s
         except ConnectError as error:  # the store is gone, and with it who might look
             if stops_caller(error):
                 raise
         finally:
-            self._keys.client.close(deadline.remaining_s)
+            self._keys.client.close(patience_s)
 
     def _wait_left(self, deadline: Deadline) -> None:
         others = [rank for rank in range(self._world_size) if rank != self._rank]

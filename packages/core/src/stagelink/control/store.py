@@ -19,16 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakSet, finalize
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from stagelink.control.listening import store_host
 from stagelink.errors import ConnectError
-
-if TYPE_CHECKING:
-    from stagelink.transport.contract import Deadline
+from stagelink.transport.contract import Deadline
 
 __all__ = ["Remote", "StoreClient", "remote_of"]
 
@@ -40,6 +38,13 @@ Remote = tuple[str, int]
 _FREED_S = 0.5
 """How long a call whose socket was shut down takes to return, at most."""
 
+_AGAIN_S = 0.05
+_EXIT_S = 5.0
+"""The same at the process's end, for a constructor."""
+
+_TRY_S = (2.0, 4.0)
+_LEAST_S = 0.05
+_one_clone = threading.Lock()
 _CLIENT = re.compile(r"client=TCPClient\(SocketImpl\(fd=(\d+)")
 _MAPPED = "::ffff:"
 _clients: WeakSet[StoreClient] = WeakSet()
@@ -101,16 +106,16 @@ class StoreClient:
         if isinstance(_base(store), HashStore | FileStore):
             return cls(_name(store), store)
         client = cls(_name(store))
-        client.make(lambda: _clone(store), deadline, _remote_of(store))
+        client.make(lambda limit: _clone(store, limit), deadline, _remote_of(store))
         return client
 
     def make(
-        self, make: Callable[[], Store], deadline: Deadline, remote: Remote | None = None
+        self, make: Callable[[timedelta], Store], deadline: Deadline, remote: Remote | None = None
     ) -> None:
         """Open the store, once.
 
         Args:
-            make: torch's constructor.
+            make: torch's constructor, given the time that it has.
             deadline: for it.
             remote: address and port that it connects to, to free it where nobody answers there.
 
@@ -120,18 +125,31 @@ class StoreClient:
         self._remote = remote
         try:
             with self._opening():
-                self._store = self._ask(make, deadline)
+                self._store = self._ask(lambda: self._tried(make, deadline), deadline)
         except BaseException:
             self.close(0.0)
             raise
 
+    def _tried(self, make: Callable[[timedelta], Store], deadline: Deadline) -> Store:
+        # Often, and not for long: a constructor whose connection ends begins again for as long as
+        # it has, and sleeps in between.
+        limit_s = _TRY_S[0]
+        while True:
+            left_s = max(deadline.remaining_s, _LEAST_S)
+            try:
+                store = make(timedelta(seconds=min(limit_s, left_s)))
+            except RuntimeError as error:
+                if self._broken or deadline.passed or "timed out" not in str(error):
+                    raise
+            else:
+                return store
+            limit_s = min(2 * limit_s, _TRY_S[1])
+
     @contextmanager
     def _opening(self) -> Iterator[None]:
-        self._making = set(_sockets_to(self._remote))
-        try:
-            yield
-        finally:
-            self._making = None
+        self._making = {socket_ for _, socket_ in _sockets_to(self._remote)}
+        yield
+        self._making = None  # not where it failed: the constructor may still be at work
 
     @property
     def host(self) -> str | None:
@@ -182,7 +200,7 @@ class StoreClient:
             self.cut(f"did not answer within {deadline.seconds:g} s")
         if call.outcome:
             return call.outcome[0]
-        error = call.error
+        error, call.error = call.error, None  # else they would keep each other
         if error is not None and not isinstance(error, RuntimeError):
             raise error
         if error is not None:
@@ -203,7 +221,9 @@ class StoreClient:
             # remove it after the last: more of them than ranks, and it would be too early.
             return PrefixStore(prefix, store)
         with self._opening():
-            twin = self.call(_clone, deadline)
+            twin = self._ask(
+                lambda: self._tried(lambda limit: _clone(store, limit), deadline), deadline
+            )
         twin.set_timeout(timedelta(seconds=max(deadline.remaining_s, 1.0)))
         lent = PrefixStore(prefix, twin)
         self._lent.add(lent)
@@ -222,24 +242,32 @@ class StoreClient:
         self.cut_lent()
         _shut_down(_descriptor(self._store))
         if self._making is not None:
-            for number in set(_sockets_to(self._remote)) - self._making:
-                _shut_down(number)
+            for number, socket_ in _sockets_to(self._remote):
+                if socket_ not in self._making:
+                    _shut_down(number)
 
-    def close(self, seconds: float) -> None:
-        """Let what was submitted end, for so many seconds at most, and let go of everything."""
+    def close(self, seconds: float, freed_s: float = _FREED_S) -> None:
+        """Let what was submitted end, for so many seconds at most, and let go of everything.
+
+        Args:
+            seconds: as said.
+            freed_s: for a call that was freed to return.
+        """
         thread = self._thread
         if os.getpid() != self._process:
             return
         if thread is not None:
             self._calls.put(None)
             thread.join(0.0 if self._broken else seconds)
-            if thread.is_alive():
-                self.cut("was closed")
-                thread.join(_FREED_S)
+            until = Deadline(freed_s)
+            while thread.is_alive() and not until.passed:
+                self.cut("was closed")  # again and again: a constructor connects again
+                thread.join(_AGAIN_S)
         self._broken = self._broken or "was closed"
         self.cut_lent()
         self._store = None
-        _clients.discard(self)
+        if thread is None or not thread.is_alive():  # else the end of the process tries again
+            _clients.discard(self)
 
 
 def _work(calls: SimpleQueue[_Call[Any] | None]) -> None:
@@ -247,8 +275,16 @@ def _work(calls: SimpleQueue[_Call[Any] | None]) -> None:
         call.run()
 
 
-def _clone(store: Store) -> Store:
-    twin: Store = cast("Any", store).clone()  # missing in torch's stubs
+def _clone(store: Store, limit: timedelta) -> Store:
+    """Another connection to a store; it has the time limit of the first, but while it is made."""
+    with _one_clone:
+        usual: timedelta = cast("Any", store).timeout  # missing in torch's stubs
+        store.set_timeout(limit)
+        try:
+            twin: Store = cast("Any", store).clone()  # missing in torch's stubs
+        finally:
+            store.set_timeout(usual)
+    twin.set_timeout(usual)
     return twin
 
 
@@ -318,14 +354,17 @@ def remote_of(sock: socket.socket) -> Remote | None:
     return str(host).removeprefix(_MAPPED), int(port)
 
 
-def _sockets_to(remote: Remote | None) -> Iterator[int]:
-    """Descriptors of this process's sockets that are connected to an address; Linux tells."""
+def _sockets_to(remote: Remote | None) -> Iterator[tuple[int, int]]:
+    """This process's sockets that are connected to an address, where the system tells.
+
+    Each by its descriptor, which soon is another's, and its number in the kernel.
+    """
     if remote is None:
         return
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             if _peer(int(name)) == remote:
-                yield int(name)
+                yield int(name), os.stat(int(name)).st_ino
 
 
 def _first_line(error: BaseException) -> str:
@@ -338,7 +377,7 @@ def _first_line(error: BaseException) -> str:
 def _cut_all() -> None:
     """No thread may be in torch's code when the interpreter ends: that ends by SIGABRT."""
     for client in tuple(_clients):
-        client.close(0.0)
+        client.close(0.0, _EXIT_S)
 
 
 def _forget_in_child() -> None:
