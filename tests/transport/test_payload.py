@@ -227,3 +227,15 @@ def test_a_lane_leaves_the_modes(mode: Callable[[], Any]) -> None:
         assert content_of(tensor)[0] is tensor
         assert not tensor.is_inference()
         assert tensor.is_cpu
+
+
+def test_what_is_received_without_gradients_can_be_written_where_there_are_some() -> None:
+    weight = torch.ones(3, 4, requires_grad=True)
+    raw = raw_bytes(torch.arange(12.0), in_order=True)
+    with torch.no_grad():
+        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        made = [from_raw(raw, DTYPES[11], (3, 4)), from_bytes(flat, DTYPES[11], (3, 4))]
+    for tensor in made:
+        tensor.add_(weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.eq(2).all()

@@ -281,12 +281,18 @@ def from_raw(payload: bytes, dtype: DType, shape: tuple[int, ...]) -> torch.Tens
     with outside_modes():
         if not payload:
             # By way of bytes: torch warns where it makes a tensor of some dtypes itself.
-            return torch.empty(0, dtype=torch.uint8, device="cpu").view(kind).view(shape)
+            return _shaped(torch.empty(0, dtype=torch.uint8, device="cpu").view(kind), shape)
         flat = torch.frombuffer(bytearray(payload), dtype=kind)
-        return flat if len(shape) == 1 else flat.view(shape)
+        return flat if len(shape) == 1 else _shaped(flat, shape)
 
 
 def from_bytes(payload: torch.Tensor, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
     """A flat uint8 tensor of the right size seen as ``dtype`` and ``shape``; shares its memory."""
     with outside_modes():
-        return payload.view(_TO_TORCH[dtype.code]).view(shape)
+        return _shaped(payload.view(_TO_TORCH[dtype.code]), shape)
+
+
+def _shaped(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = flat.view(shape)
+    # Torch would not have a view that is made without gradients be written where there are some.
+    return tensor if torch.is_grad_enabled() else tensor.detach()
