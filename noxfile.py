@@ -55,6 +55,16 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def torchs_own(session: nox.Session) -> None:
+    """Run torch's tests of pipelining over the c10d backend: ``nox -s torchs_own -- TORCH``.
+
+    TORCH is a source tree of the torch that is installed; a word after it chooses by name.
+    """
+    _install(session, *_group("tests"))
+    session.run("python", "-m", "tests.interop.c10d_torchs_pipelining", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format."""
     session.install(*PINNED, *_group("lint"))

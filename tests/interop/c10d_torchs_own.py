@@ -48,13 +48,18 @@ PROFILED = "stagelink"
 """The backend's name as a profiler's events have it."""
 
 
-@cache
-def _torchs(size: int) -> Any:
-    os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(size), "TEMP_DIR": tempfile.gettempdir()}
-    # Torch's module of test cases needs it for what none of these tests does.
+def internals() -> None:
+    """Have torch's modules for tests be importable; they need another that is not installed."""
+    # For what none of these tests does.
     expecttest: Any = types.ModuleType("expecttest")
     expecttest.TestCase, expecttest.ACCEPT = unittest.TestCase, False
     sys.modules.setdefault("expecttest", expecttest)
+
+
+@cache
+def _torchs(size: int) -> Any:
+    os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(size), "TEMP_DIR": tempfile.gettempdir()}
+    internals()
     from torch.testing._internal.distributed import distributed_test  # noqa: PLC0415 - see above
 
     tests: Any = distributed_test
