@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from stagelink.cli.encoding import printable
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import BinaryIO
 
     from tests.cli.conftest import Write
     from tests.support.site import Site
@@ -134,21 +136,48 @@ def test_pythonioencoding(write: Write) -> None:
     assert b"\na -> b     | 0->2, 1->2 | ab      | gloo      |" in done.stdout
 
 
-def test_nobody_reads_the_output(write: Write) -> None:
+COMMANDS = (("plan",), ("plan", "--json"), ("doctor",))
+
+
+def ended_by(
+    stdout: BinaryIO, write: Write, monkeypatch: pytest.MonkeyPatch, *command: str
+) -> object:
+    """The exit code of a command whose output goes there."""
+    path = [str(write((1, 1)))] if command[0] == "plan" else []
+    with io.TextIOWrapper(stdout, encoding="utf-8") as text, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", text)
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *path])
+    return ended.value.code
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_nobody_reads_the_output(
+    command: tuple[str, ...],
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """As in ``stagelink plan FILE | head -1``."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "wb", buffering=0) as pipe:
-        done = start("plan", write((1, 1)), stdout=pipe)
-    assert (done.returncode, done.stderr) == (1, b"")
+    unread = open(writer, "wb", buffering=0)  # noqa: SIM115 - `ended_by` closes it
+    assert ended_by(unread, write, monkeypatch, *command) == 1
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full")
-def test_the_output_cannot_be_written(write: Write) -> None:
-    with open("/dev/full", "wb", buffering=0) as full:
-        done = start("plan", "--json", write((1, 1)), stdout=full)
-    said = b"Error: the output cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, said)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_output_cannot_be_written(
+    command: tuple[str, ...],
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - `ended_by` closes it
+    assert ended_by(full, write, monkeypatch, *command) == 1
+    said = "Error: the output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == said
 
 
 # -- files

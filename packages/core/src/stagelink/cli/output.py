@@ -53,6 +53,10 @@ class _Console(Console):
         """The text, in characters that the output has."""
         return super().render_str(printable(text, self.encoding), **more)
 
+    def on_broken_pipe(self) -> None:
+        """Leave it to `_writing`, as any other error of the output."""
+        raise  # noqa: PLE0704 - called where the error is caught
+
 
 def new_table(title: str, *columns: str) -> Table:
     """An empty table in the style of all of them."""
