@@ -14,6 +14,8 @@ from stagelink.cli import rank
 from stagelink.cli.assumed import check_here
 from stagelink.cli.failures import launching
 from stagelink.cli.output import plan_file, plugins_print_to_stderr, print_note
+from stagelink.control.launch import StoreAddress
+from stagelink.errors import PlanError
 from stagelink.plan import Plan
 from stagelink.schedule import require, verify
 
@@ -26,6 +28,7 @@ __all__ = ["PLAN_VARIABLE", "run_command"]
 PLAN_VARIABLE = "STAGELINK_PLAN"
 """Environment variable that tells the script the plan's path."""
 
+_USUAL_PORT = "29500"
 _FLAGS = "[FLAGS OF TORCHRUN]..."
 _REST = "CONFIG SCRIPT [ARGS]..."
 
@@ -57,6 +60,7 @@ def run_command(arguments: Sequence[str]) -> None:
     args = _parsed(arguments)
     config, command = args.training_script, args.training_script_args
     _check_script(args, command)
+    _check_addresses(args)
     plan = Plan.load(plan_file(config))
     require(verify(plan))
     args.nproc_per_node = str(_ranks_here(plan, args))
@@ -84,6 +88,36 @@ def _check_script(args: Namespace, command: Sequence[str]) -> None:
     is_file = not (args.module or args.no_python)
     if is_file and not Path(command[0]).exists():
         raise click.UsageError(f"Invalid value for 'SCRIPT': {command[0]!r} does not exist.")
+
+
+def _check_addresses(args: Namespace) -> None:
+    """Refuse what torch would only wait with, or tell of with a traceback."""
+    try:
+        StoreAddress.of(
+            args.master_addr,
+            _USUAL_PORT if args.master_port is None else args.master_port,
+            f"--master-addr={args.master_addr!r}",
+            f"--master-port={args.master_port!r}",
+        )
+        endpoint = args.rdzv_endpoint
+        if (
+            endpoint
+            and args.rdzv_backend in {"static", "c10d"}
+            and "store_type" not in args.rdzv_conf
+        ):
+            _check_endpoint(endpoint)
+    except PlanError as error:
+        raise click.UsageError(str(error).removeprefix("connect: ")) from error
+
+
+def _check_endpoint(endpoint: str) -> None:
+    given = f"--rdzv-endpoint={endpoint!r}"
+    host, colon, port = endpoint.rpartition(":")
+    if endpoint.endswith("]") or not colon:  # without a port, where torch has a usual one
+        host, port = endpoint, _USUAL_PORT
+    elif port == "0":  # any
+        port = _USUAL_PORT
+    StoreAddress.of(host, port, given, given)
 
 
 def _check_transports(plan: Plan, args: Namespace) -> None:

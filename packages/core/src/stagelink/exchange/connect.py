@@ -57,8 +57,8 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
         plan: the same on every rank.
         rank: this process's (or thread's) rank in the plan.
         world_size: must be the plan's.
-        store: an open c10d store, or its address: ``tcp://host:port`` (rank 0 hosts it) or
-            ``file:///path``.
+        store: an open c10d store, or its address: ``tcp://host:port`` (rank 0 hosts it; an IPv6
+            address in brackets) or ``file:///path``.
         run_id: tells runs apart that share a store.
         transports: transport classes of the caller's own; they must be given on every rank.
         observers: objects or modules with observer hooks, beside those that the plan names.
