@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FakePlane:
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+    def wait(self, ready: Callable[[], bool], deadline: Deadline, awaited: object = None) -> bool:
         return ready() or not deadline.passed
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from stagelink.control.chain import Chain
 from stagelink.control.connection import Connection, Frame, close_all
 from stagelink.control.door import Door
 from stagelink.control.failure import Failure
@@ -39,6 +40,8 @@ from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     import socket
+
+    from stagelink.control.chain import Awaited
 
 __all__ = ["MessageHandler", "Plane"]
 
@@ -70,6 +73,7 @@ class Plane:
         lock: guards what handlers change and waiting callers look at.
         gone: peers that said goodbye.
         poller: what is read from.
+        chain: who waits for whom.
     """
 
     def __init__(self, rank: int) -> None:
@@ -85,6 +89,7 @@ class Plane:
         }
         self._on_hello: Callable[[Connection, Frame], None] | None = None
         self._check_proof: Callable[[bytes], None] = _expect_nobody
+        self.chain = Chain(self)
         self._on_failure: list[Callable[[StagelinkError], None]] = []
         self._usable = True
         self._closing = False
@@ -202,13 +207,26 @@ class Plane:
         """Send one frame to a peer; returns at once, and says nothing where the peer is gone."""
         self._connections[peer].send(header, note, payload, fds)
 
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+    def wait(
+        self, ready: Callable[[], bool], deadline: Deadline, awaited: Awaited | None = None
+    ) -> bool:
         """Block until ``ready()``, asked with `lock` held, is true; False when time ran out.
+
+        Args:
+            ready: the condition.
+            deadline: for it.
+            awaited: what it waits for, for other ranks that ask; see `Chain`.
 
         Raises:
             StagelinkError: as `check`, at once when it happens during the wait.
         """
-        return self._wait(ready, deadline, self.check)
+        if awaited is None:
+            return self._wait(ready, deadline, self.check)
+        self.chain.begin(awaited)
+        try:
+            return self._wait(ready, deadline, self.check)
+        finally:
+            self.chain.end()
 
     def wait_while_closing(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         """As `wait`, for what still has to end while the handler is being closed."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stagelink.arguments import is_a
+from stagelink.control.chain import Awaited
 from stagelink.errors import DeadlineError, ProtocolError, UsageError
 from stagelink.transport.header import Direction, Header, MessageKind
 
@@ -133,10 +134,12 @@ class Reducer:
         def arrived() -> bool:
             return key in self._arrived or self._plane.check_here(peer, f"reduction {number}")
 
-        if not self._plane.wait(arrived, deadline):
+        awaited = Awaited(peer, lambda: f"reduction {number}")
+        if not self._plane.wait(arrived, deadline, awaited):
+            why = self._plane.chain.explain(awaited)
             raise DeadlineError(
                 f"rank {rank}: rank {peer} did not take part in reduction {number} within "
-                f"{deadline.seconds:g} s"
+                f"{deadline.seconds:g} s{why}"
             )
         values = self._arrived.pop(key)
         if len(values) != count:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from stagelink.errors import ClosedError, PeerClosedError, StagelinkError
 
 if TYPE_CHECKING:
+    from stagelink.control.chain import Awaited
     from stagelink.control.plane import Plane
     from stagelink.exchange.in_link import InLink
     from stagelink.transport.contract import Deadline
@@ -16,7 +17,11 @@ __all__ = ["wait_driving"]
 
 
 def wait_driving(
-    plane: Plane, link: InLink, ready: Callable[[], bool], deadline: Deadline
+    plane: Plane,
+    link: InLink,
+    ready: Callable[[], bool],
+    deadline: Deadline,
+    awaited: Awaited | None = None,
 ) -> bool:
     """Block until ``ready()`` is true; False when time ran out.
 
@@ -28,8 +33,8 @@ def wait_driving(
         StagelinkError: the transport or the handler failed; or what ``ready`` raises.
     """
     if not link.finishes_in_caller:
-        return plane.wait(ready, deadline)
-    while plane.wait(lambda: ready() or link.drivable, deadline):
+        return plane.wait(ready, deadline, awaited)
+    while plane.wait(lambda: ready() or link.drivable, deadline, awaited):
         if ready():
             return True
         try:

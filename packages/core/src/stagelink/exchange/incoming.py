@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from stagelink.control.chain import Awaited
 from stagelink.errors import (
     DeadlineError,
     MessageError,
@@ -242,7 +243,8 @@ class Incoming:
             PeerClosedError: it can no longer come, and nothing else is true.
             StagelinkError: the handler failed or was closed.
         """
-        self._plane.wait(lambda: or_else() or self._arrived(way, key), Deadline(math.inf))
+        awaited = Awaited(way.peer, lambda: f"{way.edge.name!r}, {key}, or the end")
+        self._plane.wait(lambda: or_else() or self._arrived(way, key), Deadline(math.inf), awaited)
 
     def _take(self, key: Key, arrival: Arrival) -> bool:
         with self._plane.lock:
@@ -264,8 +266,10 @@ class Incoming:
         Raises:
             DeadlineError: time ran out.
         """
-        if not wait_driving(self._plane, way.link, ready, deadline):
-            raise DeadlineError(self._missing(way, key, deadline, what))
+        awaited = Awaited(way.peer, lambda: f"{way.edge.name!r}, {key}")
+        if not wait_driving(self._plane, way.link, ready, deadline, awaited):
+            why = self._plane.chain.explain(awaited)
+            raise DeadlineError(self._missing(way, key, deadline, what) + why)
 
     def _count(self, way: WayIn, arrival: Arrival, began: float, arrived: float) -> None:
         ended = time.monotonic()

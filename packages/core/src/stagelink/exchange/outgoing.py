@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stagelink.control.chain import Awaited
 from stagelink.errors import DeadlineError, ProtocolError, StagelinkError
 from stagelink.transport.header import Direction, Header, MessageKind
 
@@ -143,13 +144,15 @@ class Outgoing:
 
     def _wait_place(self, way: WayOut, window: Window, key: Key, deadline: Deadline) -> float:
         began = time.monotonic()
-        if not self._plane.wait(partial(self._place_now, way, window, key), deadline):
+        awaited = Awaited(way.peer, lambda: f"a place for {way.edge.name!r}, {key}")
+        if not self._plane.wait(partial(self._place_now, way, window, key), deadline, awaited):
+            why = self._plane.chain.explain(awaited)
             raise DeadlineError(
                 f"rank {self._plane.rank}: no place for {key} of edge {way.edge.name!r} to rank "
                 f"{way.peer} within {deadline.seconds:g} s: the window of {window.size} is taken "
                 f"by microbatches {window.outstanding()}, which rank {way.peer} has not answered; "
                 "a place is free again when its gradient has been taken by recv_grad here, or its "
-                "tensor by recv there; does each rank follow session.actions?"
+                f"tensor by recv there; does each rank follow session.actions?{why}"
             )
         waited = time.monotonic() - began
         way.counters.window_wait_s += waited

@@ -14,7 +14,7 @@ flags       1     bit set of `Flag`
 session     4     number of the session on this handler, from 0
 edge        4     `stagelink.plan.Edge.index`
 microbatch  8     global id, signed
-sequence    8     number of a reduction, or of a c10d message, from 0; elsewhere 0
+sequence    8     number of a reduction, a c10d message or a question, from 0; elsewhere 0
 link        2     number of the link among those of this pair of ranks
 dtype       1     `stagelink.plan.dtypes.DType.code`; 0: no tensor
 dims        1     how many of the shape's fields count, 0 to 8
@@ -90,6 +90,7 @@ class MessageKind(enum.IntEnum):
     BYE = 13
     READY = 14
     LAST = 15
+    WAITS = 16
 
 
 class Direction(enum.IntEnum):

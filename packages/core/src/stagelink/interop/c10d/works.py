@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from stagelink.control.chain import Awaited
 from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
 from stagelink.exchange.driving import wait_driving
 from stagelink.interop.c10d.arguments import seconds_of
@@ -99,7 +100,9 @@ class _MessageWork(dist.Work):
             with recorded(self._SPAN, self._tensor):
                 over = self._done() or self._wait(Deadline(seconds))
             if not over:
-                raise dist.DistBackendError(f"{self._what}: not done within {seconds:g} s")
+                awaited = self._awaited()
+                why = self._mesh.plane.chain.explain(awaited) if awaited else ""
+                raise dist.DistBackendError(f"{self._what}: not done within {seconds:g} s{why}")
         except StagelinkError as error:
             if stops_caller(error):
                 raise
@@ -110,7 +113,11 @@ class _MessageWork(dist.Work):
         return True
 
     def _wait(self, deadline: Deadline) -> bool:
-        return self._mesh.plane.wait(self._look, deadline)
+        return self._mesh.plane.wait(self._look, deadline, self._awaited())
+
+    def _awaited(self) -> Awaited | None:
+        """Who this waits for."""
+        return None
 
     def _look(self) -> bool:
         if not self._done():
@@ -194,6 +201,11 @@ class SendWork(_MessageWork):
 
     def _done(self) -> bool:
         return self._way is None or self._way[0].finished
+
+    def _awaited(self) -> Awaited | None:
+        if self._way is None:
+            return None
+        return Awaited(self._way[1].link.target, lambda: self._what)
 
     def _check_peer(self) -> None:
         if self._way is None:
@@ -340,4 +352,9 @@ class RecvWork(_MessageWork):
     def _wait(self, deadline: Deadline) -> bool:
         if self._link is None:
             return super()._wait(deadline)
-        return wait_driving(self._mesh.plane, self._link, self._look, deadline)
+        return wait_driving(self._mesh.plane, self._link, self._look, deadline, self._awaited())
+
+    def _awaited(self) -> Awaited | None:
+        if self._link is None:
+            return None
+        return Awaited(self._link.link.source, lambda: self._what)
