@@ -190,3 +190,24 @@ def test_c092_a_transport_that_is_not_installed(ranks: Ranks) -> None:
         assert "this process has " in end.text
         assert "'gloo', 'loopback'" in end.text
         assert end.left == ()
+
+
+def test_a_wrong_interface_is_said_also_where_another_transport_is_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = document(LOOPBACK)
+    plan["links"] = [{"transport": ["gloo", "loopback"]}]
+    plan["transports"] = {"gloo": {"interface": "eht0"}}
+    store = HashStore()
+
+    def run(rank: int, world_size: int, unused: Store) -> list[str]:
+        with joined(rank, world_size, store, plan) as comm:
+            _device(comm)
+            return list(comm.transports.values())
+
+    assert run_threads(run, 2) == [["loopback", "loopback"]] * 2
+    for rank in (0, 1):
+        start = (
+            f"rank {rank}: no 'gloo' here: [transports.gloo] interface = 'eht0': there is no su"
+        )
+        assert any(message.startswith(start) for message in caplog.messages), caplog.messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -11,12 +12,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import stagelink
 import stagelink.interop.c10d
+from stagelink.interop.pipedream.replicas import backend_for
 from stagelink.transport.gloo_groups import VARIABLE
 from stagelink.transport.host import server_id
 from tests.runner.models import (
@@ -30,10 +31,11 @@ from tests.runner.models import (
     weights,
 )
 from tests.support.hosts import hosts
+from tests.support.listeners import listeners
 from tests.support.pipelines import Wire, check_same, document, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from tests.support.hosts import Host, Hosts
     from tests.support.pipelines import Document
@@ -41,19 +43,6 @@ if TYPE_CHECKING:
 GLOO = Wire("gloo")
 SIZES = [7, 5]
 MICROBATCHES = 4
-
-
-@pytest.fixture(scope="module")
-def laid() -> Iterator[Hosts]:
-    with hosts(2) as two:
-        yield two
-
-
-@pytest.fixture
-def two(laid: Hosts) -> Hosts:
-    """Two hosts that know each other's names, whatever a test has made of these before."""
-    laid.restore_names()
-    return laid
 
 
 def _no_name_leads_here(two: Hosts) -> None:
@@ -74,25 +63,25 @@ def _about(rank: int, world_size: int, store: str) -> tuple[str, ...]:
     return server_id(), socket.gethostname(), socket.gethostbyname("host1"), store
 
 
-def test_a_host_is_a_server_of_its_own(two: Hosts) -> None:
-    with two.start(_about, [0, 1, 1]) as ranks:
+def test_a_host_is_a_server_of_its_own(two_hosts: Hosts) -> None:
+    with two_hosts.start(_about, [0, 1, 1]) as ranks:
         zero, one, other = ranks.results()
     assert zero[0] != one[0] == other[0]
     assert (zero[1], one[1]) == ("host0", "host1")
-    assert zero[2] == one[2] == two[1].address
-    assert zero[3].startswith(f"tcp://{two[0].address}:")
+    assert zero[2] == one[2] == two_hosts[1].address
+    assert zero[3].startswith(f"tcp://{two_hosts[0].address}:")
 
 
 def _carrier(host: Host) -> bool:
     return "LOWER_UP" in host.run("ip", "link", "show", host.interface)
 
 
-def test_a_cable_is_cut_and_mended(two: Hosts) -> None:
-    assert _carrier(two[1])
-    two.cut(1)
-    assert (_carrier(two[0]), _carrier(two[1])) == (True, False)
-    two.restore(1)
-    assert (_carrier(two[0]), _carrier(two[1])) == (True, True)
+def test_a_cable_is_cut_and_mended(two_hosts: Hosts) -> None:
+    assert _carrier(two_hosts[1])
+    two_hosts.cut(1)
+    assert (_carrier(two_hosts[0]), _carrier(two_hosts[1])) == (True, False)
+    two_hosts.restore(1)
+    assert (_carrier(two_hosts[0]), _carrier(two_hosts[1])) == (True, True)
 
 
 # -- training
@@ -100,7 +89,7 @@ def test_a_cable_is_cut_and_mended(two: Hosts) -> None:
 
 def _train(
     rank: int, world_size: int, store: str, plan: Document
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, str], int]:
     with stagelink.connect(
         stagelink.Plan.from_dict(plan), rank=rank, world_size=world_size, store=store, run_id="run"
     ) as comm:
@@ -111,52 +100,84 @@ def _train(
         )
         runner.train(make_batches(SIZES) if stage == 0 else None)
         carried = {f"{link.source}→{link.target}": name for link, name in comm.transports.items()}
-        return weights(module), carried
+        return weights(module), carried, _shut()
 
 
-def test_shared_memory_within_hosts_and_gloo_between(two: Hosts) -> None:
+def test_shared_memory_within_hosts_and_gloo_between(two_hosts: Hosts) -> None:
     """By rules that name no host; replicas on both, and host names that lead nowhere."""
-    _no_name_leads_here(two)
+    _no_name_leads_here(two_hosts)
     shapes = line(3)
     plan = document(GLOO, (1, 2, 1), tensors_of(shapes), microbatches=MICROBATCHES)
     plan["links"] = [{"same_server": True, "transport": "shm"}, {"transport": "gloo"}]
-    with two.start(_train, [0, 0, 1, 1], plan) as ranks:
+    with two_hosts.start(_train, [0, 0, 1, 1], plan) as ranks:
         found = ranks.results(50)
     alone = [build(shapes, stage) for stage in range(3)]
     train_alone(alone, make_batches(SIZES), MICROBATCHES)
-    for stage, (trained, _) in zip((0, 1, 1, 2), found, strict=True):
+    for stage, (trained, _, shut) in zip((0, 1, 1, 2), found, strict=True):
         assert largest_difference(trained, weights(alone[stage])) <= 1e-12
+        assert shut == 2  # of two pairs, or of one and of the replicas
     near, far = {"0→1", "1→0", "2→3", "3→2"}, {"0→2", "2→0", "1→3", "3→1", "0→3", "3→0"}
-    carried = {link: name for _, of_rank in found for link, name in of_rank.items()}
+    carried = {link: name for _, of_rank, _ in found for link, name in of_rank.items()}
     assert carried == dict.fromkeys(near, "shm") | dict.fromkeys(far, "gloo")
 
 
-def _c10d(rank: int, world_size: int, store: str) -> list[torch.Tensor]:
-    patience = timedelta(seconds=20)
-    dist.init_process_group(
-        "cpu:stagelink", init_method=store, rank=rank, world_size=world_size, timeout=patience
-    )
-    try:
-        total = torch.full((3,), float(rank + 1))
-        dist.all_reduce(total)
-        received = torch.zeros(100_000)
-        sent = dist.isend(torch.full((100_000,), float(rank)), 1 - rank)
-        dist.recv(received, 1 - rank)
-        assert sent is not None
-        sent.wait()
-        return [total, received]
-    finally:
+def _groups(rank: int, world_size: int, store: str) -> list[int]:
+    """The kinds of group that torch makes of us: how many of gloo's ports are shut in each."""
+    served, found = _served(rank, store), []
+    for backend in ("cpu:stagelink", backend_for("gloo")):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(str(backend), served),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=20),
+        )
+        _add_up_and_exchange(rank)
+        found.append(_shut())
         dist.destroy_process_group()
+        gc.collect()  # a cycle may keep the group for a while, and it listens meanwhile
+    _leave(rank, served)
+    return found
 
 
-def test_c10d_between_hosts_whose_names_lead_nowhere(two: Hosts) -> None:
+def _add_up_and_exchange(rank: int) -> None:
+    total = torch.full((3,), float(rank + 1))
+    dist.all_reduce(total)
+    check_same(total, torch.full((3,), 3.0))
+    received = torch.zeros(100_000)
+    sent = dist.isend(torch.full((100_000,), float(rank)), 1 - rank)
+    dist.recv(received, 1 - rank)
+    assert sent is not None
+    sent.wait()
+    check_same(received, torch.full((100_000,), float(1 - rank)))
+    dist.barrier()
+
+
+def _served(rank: int, store: str) -> dist.Store:
+    where = urlsplit(store)
+    host, port = str(where.hostname), int(where.port or 0)
+    return dist.TCPStore(host, port, None, rank == 0, wait_for_workers=False)
+
+
+def _leave(rank: int, served: dist.Store) -> None:
+    """Rank 0 hosts the store, so it outlasts the other's last question to it."""
+    if rank == 0:
+        served.wait(["left"])
+    else:
+        served.set("left", "")
+
+
+def _shut() -> int:
+    return sum(listener.shut for listener in listeners())
+
+
+def test_groups_of_torch_between_hosts_whose_names_lead_nowhere(two_hosts: Hosts) -> None:
     """The store's host is given by its name, too: then it takes its only interface."""
-    _no_name_leads_here(two)
-    store = two.store().replace(two[0].address, two[0].name)
-    with two.start(_c10d, [0, 1], store=store) as ranks:
-        for rank, (total, received) in enumerate(ranks.results()):
-            check_same(total, torch.full((3,), 3.0))
-            check_same(received, torch.full((100_000,), float(1 - rank)))
+    _no_name_leads_here(two_hosts)
+    store = two_hosts.store().replace(two_hosts[0].address, two_hosts[0].name)
+    with two_hosts.start(_groups, [0, 1], store=store) as ranks:
+        # One for collectives; and under c10d one for the pair's messages.
+        assert ranks.results() == [[2, 1]] * 2
 
 
 # -- addresses
@@ -192,17 +213,14 @@ def _try(
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("stagelink").setLevel(logging.INFO)
     logging.getLogger("stagelink").addHandler(handler)
-    where = urlsplit(store)
-    served = dist.TCPStore(
-        str(where.hostname), int(where.port or 0), None, rank == 0, wait_for_workers=False
-    )
-    found = []
+    served, found = _served(rank, store), []
     for attempt in attempts:
         logged.clear()
         found.append((_outcome(rank, world_size, served, attempt), list(logged)))
         # Nobody begins with the next one before everybody has ended with this one.
         served.set(f"{attempt.name} {rank}", "")
         served.wait([f"{attempt.name} {other}" for other in range(world_size)])
+    _leave(rank, served)
     return found
 
 

@@ -1,8 +1,7 @@
 """One of two ranks as a transport sees core: a port for each link, a wire for notes and headers.
 
 Enough of core to drive the transport by hand: a reading thread that begins what arrives, and tells
-the ends of the peer's death. Below it what rank processes run: they can import no second module of
-the tests.
+the ends of the peer's death. Below it what rank processes run.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ from stagelink.transport.contract import FINISHED, Deadline, Link, Message, Pend
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.lanes import HostLane
 from stagelink_gloo import Gloo, GlooOptions
+from tests.support.listeners import listeners
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
     from types import TracebackType
     from typing import Any
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from stagelink.transport.lanes import Lane
 
 HEADER, NOTE = 0, 1
-LISTENS = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 LONG_S = 20.0
 
 
@@ -477,7 +476,7 @@ def be_flooded(rank: int, world_size: int, store: Store, most: int, strangers: i
         came: list[socket.socket] = []
         if rank == 0:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            store.set("ports", json.dumps(list(listening_ports())))
+            store.set("ports", json.dumps([listener.port for listener in listeners()]))
         else:
             ports = json.loads(store.get("ports"))
             came += [guests.enter_context(_stranger(ports)) for _ in range(strangers)]
@@ -487,14 +486,6 @@ def be_flooded(rank: int, world_size: int, store: Store, most: int, strangers: i
         assert torch.equal(twin.next().take(), pattern(1000, twin.peer))
         pending.finish(Deadline(LONG_S))
         return sum(map(_connected, came))
-
-
-def listening_ports() -> Iterator[int]:
-    """The TCP ports of 127.0.0.1 that this process listens at."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
-            if found.family == socket.AF_INET and found.getsockopt(*LISTENS):
-                yield found.getsockname()[1]
 
 
 def _stranger(ports: list[int]) -> socket.socket:

@@ -113,7 +113,7 @@ def document(
 def joined(
     rank: int,
     world_size: int,
-    store: Store,
+    store: Store | str,
     plan: Document,
     transports: Sequence[type[Transport]] = (),
 ) -> Iterator[stagelink.Handler]:

@@ -90,6 +90,10 @@ class Joint:
         """Connect with every peer, and agree on transports; see `stagelink.connect`."""
         self.rendezvous.enter(deadline)
         self._transports = found.transports
+        for name, offer in found.offers.items():
+            # Another transport may be taken in its place, and then nothing else would say so.
+            if offer.state == "unusable" and self.plan.transports.get(name):
+                logger.warning("rank %d: no %r here: %s", self.rank, name, offer.reason)
         me = End(self.rank, self._server(), process_id(), found.offers)
         greeting = {
             "facts": _pack_facts(self.plan),

@@ -42,6 +42,7 @@ __all__ = ["ReplicaGroup", "break_off"]
 
 _PAUSE_S = 0.005
 _CAUSE_S = 2.0
+_LATER_S = 1.0
 _AT_ONCE = timedelta(milliseconds=1)
 _SPARE_TAG = 2**31 - 1
 _groups: WeakSet[ReplicaGroup] = WeakSet()
@@ -105,7 +106,8 @@ class ReplicaGroup:
             self._me,
             self.size,
             address=self._comm.gloo_address(elsewhere=elsewhere),
-            timeout=timedelta(seconds=Deadline(self._deadline_s).remaining_s),
+            # Later than ours, which says what was waited for, and for whom.
+            timeout=timedelta(seconds=Deadline(self._deadline_s + _LATER_S).remaining_s),
             threads=1,
         )
         if self._dropped:

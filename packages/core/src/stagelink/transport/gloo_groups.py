@@ -105,8 +105,8 @@ def _listening_device(address: str, *, lazy: bool) -> tuple[Any, socket.socket |
     with _making:  # one at a time, so that what is new is this one's
         before = _sockets()
         device = gloo.create_device(hostname=address, lazy_init=lazy)
-        new = _sockets().items() - before.items()
-        listeners = [found for fd, _ in new if (found := _listener(fd, address)) is not None]
+        new = [fd for name, fd in _sockets().items() if name not in before]
+        listeners = [found for fd in new if (found := _listener(fd, address)) is not None]
     if len(listeners) == 1:
         logger.debug("gloo listens at %s, port %d", address, listeners[0].getsockname()[1])
         return device, listeners[0]
@@ -116,23 +116,27 @@ def _listening_device(address: str, *, lazy: bool) -> tuple[Any, socket.socket |
     return device, None
 
 
-def _sockets() -> dict[int, str]:
-    """The sockets of this process, by descriptor."""
+def _sockets() -> dict[str, int]:
+    """The sockets of this process by the kernel's name, with a descriptor of each."""
     found = {}
     with suppress(FileNotFoundError):  # there is no /proc
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # the one that listed the folder is closed by now
                 target = os.readlink(f"/proc/self/fd/{name}")
                 if target.startswith("socket:"):
-                    found[int(name)] = target
+                    found[target] = int(name)
     return found
 
 
 def _listener(descriptor: int, address: str) -> socket.socket | None:
     """The socket behind a descriptor, which is left alone, if it listens at the address."""
+    own: int | None = None
     try:
-        found = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # another thread has closed it meanwhile
+        own = os.dup(descriptor)
+        found = socket.socket(fileno=own)
+    except OSError:  # another thread has closed it meanwhile, and perhaps opened a file
+        if own is not None:
+            os.close(own)
         return None
     with suppress(OSError):
         listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -150,4 +154,4 @@ def _shut(listener: socket.socket) -> None:
     try:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
     except OSError as error:
-        logger.debug("gloo's port stays open to strangers: %s", error)
+        logger.debug("gloo's port stays open to strangers: %s", error.strerror)
