@@ -310,6 +310,14 @@ def test_arguments_win_over_the_environment() -> None:
     assert Launch.resolve(0, 5, store, "mine", {}) == Launch(0, 5, "mine", store, False)
 
 
+@pytest.mark.parametrize("text", ["::1", "[::1]"])
+def test_an_ipv6_address_in_the_environment(text: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": text, "MASTER_PORT": "29500"}
+    found = Launch.resolve(None, None, None, None, environ).store
+    assert isinstance(found, StoreAddress)
+    assert (found.host, found.port, str(found)) == ("::1", 29500, "tcp://[::1]:29500")
+
+
 ADDRESSED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
 
