@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -214,33 +212,3 @@ def test_the_deadline_of_connecting_is_kept_where_the_store_s_host_is_stopped(
         stagelink.connect(
             _plan(connect_deadline_s=0.8), rank=0, world_size=2, store=hers, run_id="run"
         )
-
-
-_EXITS = """
-import sys
-from torch.distributed import TCPStore
-from stagelink.control.store import StoreClient
-from stagelink.transport.contract import Deadline
-store = TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
-client = StoreClient.of(store, Deadline(20))
-print("there", flush=True)
-sys.stdin.readline()
-client.submit(lambda store: store.check(["key"]))
-# and the process ends
-"""
-
-
-def test_the_end_of_a_process_is_clean_where_a_call_is_under_way(server: Server) -> None:
-    """With a thread in the store's code it would end by SIGABRT."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _EXITS, str(server.port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "there\n"
-    server.stop()
-    _, told = process.communicate("\n", timeout=40)
-    assert process.returncode == 0, told
