@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from examples.third_party_transport.src.stagelink_plaintcp import (
@@ -24,7 +24,7 @@ from stagelink.transport.contract import Deadline, Pending
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stagelink.transport.contract import Link, Port, Receiver, Sender
+    from stagelink.transport.contract import Announce, Link, Message, Port, Receiver, Sender
     from stagelink.transport.header import Header
 
 MOST = 65_536
@@ -245,6 +245,113 @@ class IgnoresAbort(Broken):
     receiver = DeafReceiver
 
 
+class OneThreadSender(TcpSender):
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        self.thread: int | None = None
+
+    def begin(self, message: Message, announce: Announce) -> Pending | None:
+        self.thread = self.thread or threading.get_ident()
+        if self.thread != threading.get_ident():
+            raise RuntimeError("another thread")
+        return super().begin(message, announce)
+
+
+class BeginsOnOneThread(Broken):
+    name = "begins-on-one-thread"
+    sender = OneThreadSender
+
+
+class StallingSender(Counting):
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        self.aborted = threading.Event()
+
+    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
+        if self.number == 5:
+            self.aborted.wait()
+        super().send_numbered(payload, deadline)
+
+    def abort(self, cause: BaseException) -> None:
+        super().abort(cause)
+        self.aborted.set()
+
+
+class StallsAtTheSixth(Broken):
+    name = "stalls-at-the-sixth"
+    sender = StallingSender
+
+
+class HalfDuplex(Broken):
+    """Receives nothing while it has something to send."""
+
+    name = "half-duplex"
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.sending = 0
+
+    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
+        return HalfDuplexSender(self, port)
+
+    def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
+        return HalfDuplexReceiver(self, port)
+
+
+class HalfDuplexSender(TcpSender):
+    def __init__(self, transport: HalfDuplex, port: Port) -> None:
+        super().__init__(port)
+        self.transport = transport
+        self.port = port
+        self.receipts = 0
+        self.sent = 0
+
+    def begin(self, message: Message, announce: Announce) -> Pending | None:
+        pending = super().begin(message, announce)
+        self.transport.sending += pending is not None
+        return pending
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        if note:
+            super().on_note(note, fds)
+        else:
+            self.receipts += 1
+            self.port.wake()
+
+    def send(self, payload: torch.Tensor, deadline: Deadline) -> None:
+        super().send(payload, deadline)
+        self.sent += 1
+        self.port.wait(lambda: self.receipts >= self.sent, deadline)
+        self.transport.sending -= 1
+        self.port.wake()
+
+
+class HalfDuplexReceiver(TcpReceiver):
+    def __init__(self, transport: HalfDuplex, port: Port) -> None:
+        super().__init__(port, transport.options.host)
+        self.transport = transport
+        self.port = port
+
+    def receive(self, view: memoryview, deadline: Deadline) -> None:
+        self.port.wait(lambda: not self.transport.sending, deadline)
+        super().receive(view, deadline)
+        self.port.note(b"")
+
+
+class HastyReceiver(TcpReceiver):
+    def receive(self, view: memoryview, deadline: Deadline) -> None:
+        try:
+            super().receive(view, Deadline(0.0))
+        except TimeoutError:
+            self.close(deadline)
+            raise
+
+
+class WaitsForNobody(Broken):
+    name = "waits-for-nobody"
+    receiver = HastyReceiver
+
+
 class TestDropsOne(TransportConformance):
     transport = DropsOne
 
@@ -295,3 +402,19 @@ class TestLeavesAFile(TransportConformance):
 
 class TestIgnoresAbort(TransportConformance):
     transport = IgnoresAbort
+
+
+class TestBeginsOnOneThread(TransportConformance):
+    transport = BeginsOnOneThread
+
+
+class TestStallsAtTheSixth(TransportConformance):
+    transport = StallsAtTheSixth
+
+
+class TestHalfDuplex(TransportConformance):
+    transport = HalfDuplex
+
+
+class TestWaitsForNobody(TransportConformance):
+    transport = WaitsForNobody

@@ -48,6 +48,19 @@ FOUND_BY = {
         "test_close_leaves_nothing",
         "left behind in the folder for temporary files: ['litter",
     ),
+    "BeginsOnOneThread": (
+        "test_sends_outlive_their_session[100]",
+        "RuntimeError: another thread",
+    ),
+    "StallsAtTheSixth": (
+        "test_close_takes_in_what_is_queued",
+        "closing with 6 messages queued: ",
+    ),
+    "HalfDuplex": ("test_both_ends_close_at_once", "closing with 6 messages queued: "),
+    "WaitsForNobody": (
+        "test_close_waits_for_a_late_sender",
+        "messages queued: TransportError: sending on 0→1 by watched-late-waits-for-nobody: Conn",
+    ),
     "IgnoresAbort": (
         "test_abort_ends_a_receive",
         "the finish of a receive still blocks 3 s after",

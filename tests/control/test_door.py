@@ -94,7 +94,7 @@ def test_a_guest_is_read_to_the_end_of_its_hello_and_goes_on(house: House) -> No
     house.visit(HELLO + Header(MessageKind.BYE).pack())
     house.wait_guests(1)
     assert house.guests[0].note == b"{}"
-    assert house.plane.wait(lambda: house.plane.gone == {1}, Deadline(LONG))
+    assert house.plane.wait(lambda: set(house.plane.gone) == {1}, Deadline(LONG))
 
 
 def test_descriptors_of_a_stranger_are_none_of_ours(house: House) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from stagelink.errors import ClosedError, StagelinkError, TransportError
 from stagelink.exchange.arrival import Arrival
+from stagelink.exchange.bound import Bound
 from stagelink.exchange.in_link import InLink
 from stagelink.exchange.out_link import OutLink, SendJob
 from stagelink.testing import LeakCheck
@@ -310,7 +311,7 @@ def test_close_wakes_a_worker_that_waits_and_gives_back(out: Callable[..., Out])
     assert end.sender.calls[0].startswith("abort ")
     assert end.sender.calls[-1] == "close"
     assert _worker_names() == []
-    with pytest.raises(ClosedError, match="stagelink-send-0-1-fake is being closed"):
+    with pytest.raises(ClosedError, match="0→1 by fake is being closed"):
         end.link.check_open()
 
 
@@ -417,6 +418,7 @@ class In:
             LINK,
             _capabilities(**capabilities),
             HostLane(BufferPool(2**20).take),
+            Bound(2**40, "a test"),
             self._settled,
             lambda: None,
             self._failed,

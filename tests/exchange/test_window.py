@@ -87,13 +87,28 @@ def test_a_smaller_window_only_waits() -> None:
     assert len(window.release(0, 2)) == 1
 
 
-def test_what_never_started_is_dropped_with_its_session() -> None:
+def test_what_has_not_started_is_due_to_its_session() -> None:
     window = _window(1)
     window.admit(0, 0)
+    assert window.due(0) == [0]
+    window.started(0, 0)
     window.park(0, 1, lambda: None)
-    window.forget_parked()
-    assert window.release(0, 0) == []
-    assert window.open
+    window.park(1, 0, lambda: None)
+    assert (window.due(0), window.due(1), window.waiting) == ([1], [0], 2)
+    window.release(0, 0)
+    assert (window.due(0), window.waiting) == ([1], 2)  # it has a place, and is about to start
+    window.started(0, 1)
+    assert (window.due(0), window.due(1), window.waiting) == ([], [0], 1)
+
+
+def test_where_nothing_is_kept_everything_starts() -> None:
+    window = _window(1)
+    window.admit(0, 0)
+    for microbatch in range(1, 4):
+        window.park(0, microbatch, lambda: None)
+    assert len(window.release_all()) == 3
+    assert window.outstanding() == [0, 1, 2, 3]
+    assert not window.open
 
 
 @given(size=st.integers(1, 4), steps=st.lists(st.sampled_from(["send", "answer"]), max_size=60))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stagelink.testing import watch as watching
-from stagelink.testing.watch import Watch, payload_problem, watched
+from stagelink.testing.watch import Watch, watched
 from stagelink.transport.contract import (
     FINISHED,
     Deadline,
@@ -23,6 +23,7 @@ from stagelink.transport.contract import (
 )
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.loopback import Loopback, LoopbackOptions
+from stagelink.transport.payload import payload_problem
 from stagelink.transport.validation import transport_problems
 
 if TYPE_CHECKING:

@@ -112,9 +112,11 @@ class NcclSender(Sender):
             self._task.on_note(note)
 
     def abort(self, cause: BaseException) -> None:
-        """Nothing is issued any more."""
-        del cause
-        self._issuer.abort()
+        """Nothing is issued any more; on this link alone where only its receiver has gone."""
+        if isinstance(cause, PeerClosedError):
+            self._task.peer_is_gone()
+        else:
+            self._issuer.abort()
 
     def close(self, deadline: Deadline) -> None:
         """Let the peer go on without this end."""
@@ -283,7 +285,7 @@ class _LinkTask(Task):
     def on_note(self, note: bytes) -> None:
         """What the twin's `ask` or `answer` sent; or that it has closed."""
         if note == _GONE:
-            self._peer_is_gone()
+            self.peer_is_gone()
             return
         with self._issuer.lock:
             if note in (_ASK, _INSIST):
@@ -298,7 +300,7 @@ class _LinkTask(Task):
                 raise TimeoutError(f"{self._port.link}: not done within {deadline.seconds:g} s")
         except PeerClosedError:
             if not operation.done.wait(min(_GRACE_S, deadline.remaining_s)):
-                self._peer_is_gone()
+                self.peer_is_gone()
                 raise
         if operation.error is not None:
             raise operation.error
@@ -333,7 +335,7 @@ class _LinkTask(Task):
                     break
         raise ConnectionAbortedError(f"{self._port.link}: an operation was given up")
 
-    def _peer_is_gone(self) -> None:
+    def peer_is_gone(self) -> None:
         """Nothing is granted any more; what runs has a moment left, as it may be through there."""
         self._peer_gone_s = min(self._peer_gone_s, time.monotonic())
         with self._issuer.lock:

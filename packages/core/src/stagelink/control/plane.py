@@ -71,14 +71,19 @@ class Plane:
 
     Attributes:
         lock: guards what handlers change and waiting callers look at.
-        gone: peers that said goodbye.
+        gone: peers that said goodbye, and how they left. They send no more messages, and still
+            take what is on its way to them.
+        ended: those of them whose connection has ended, so that nothing reaches them any more.
+        farewell: how this rank leaves, told with its goodbye.
         poller: what is read from.
         chain: who waits for whom.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.gone: set[int] = set()
+        self.gone: dict[int, str] = {}
+        self.ended: set[int] = set()
+        self.farewell = "closed"
         self.poller = Poller()
         self._failure = Failure()
         self._connections: dict[int, Connection] = {}
@@ -91,6 +96,10 @@ class Plane:
         self._check_proof: Callable[[bytes], None] = _expect_nobody
         self.chain = Chain(self)
         self._on_failure: list[Callable[[StagelinkError], None]] = []
+        self._on_goodbye: list[Callable[[int], None]] = []
+        self._on_ended: list[Callable[[int], None]] = []
+        self._busy: list[Callable[[int], bool]] = []
+        self._parted: set[int] = set()
         self._usable = True
         self._closing = False
         self._leaving = False
@@ -129,6 +138,18 @@ class Plane:
     def on_failure(self, callback: Callable[[StagelinkError], None]) -> None:
         """Call back once when the handler fails; on any thread, must return at once."""
         self._on_failure.append(callback)
+
+    def on_goodbye(self, callback: Callable[[int], None]) -> None:
+        """Call back with each peer that says goodbye; on the reading thread, returns at once."""
+        self._on_goodbye.append(callback)
+
+    def on_ended(self, callback: Callable[[int], None]) -> None:
+        """Call back with each peer in `ended`; on the reading thread, must return at once."""
+        self._on_ended.append(callback)
+
+    def hold_goodbye(self, busy: Callable[[int], bool]) -> None:
+        """Ask ``busy(peer)``, whether something is still on its way there, before a goodbye."""
+        self._busy.append(busy)
 
     def start(self) -> None:
         """Start the stand-by reader."""
@@ -205,7 +226,12 @@ class Plane:
         self, peer: int, header: Header, note: bytes = b"", payload: bytes = b"", fds: Any = ()
     ) -> None:
         """Send one frame to a peer; returns at once, and says nothing where the peer is gone."""
-        self._connections[peer].send(header, note, payload, fds)
+        if header.kind not in _BEFORE_BYE:
+            self._connections[peer].send(header, note, payload, fds)
+            return
+        with self.lock:  # so that none of these comes behind this rank's goodbye
+            if peer not in self._parted:
+                self._connections[peer].send(header, note, payload, fds)
 
     def wait(
         self, ready: Callable[[], bool], deadline: Deadline, awaited: Awaited | None = None
@@ -287,8 +313,30 @@ class Plane:
             PeerClosedError: the peer said goodbye, so what is awaited from it can never come.
         """
         if peer in self.gone:
-            raise PeerClosedError(f"rank {self.rank}: peer rank {peer} closed; {awaited} expected")
+            raise PeerClosedError(
+                f"rank {self.rank}: peer rank {peer} {self.gone[peer]}; {awaited} expected"
+            )
         return False
+
+    def check_reached(self, peer: int, awaited: str) -> bool:
+        """As `check_here` for what a peer still does after its goodbye, until its end."""
+        return peer in self.ended and self.check_here(peer, awaited)
+
+    def part(self, peer: int) -> bool:
+        """Say goodbye to a peer, if nothing is on its way there any more; once. Returns at once.
+
+        Returns:
+            Whether it has been said.
+        """
+        if peer not in self._parted and not any(busy(peer) for busy in self._busy):
+            self._say_goodbye(peer)
+        return peer in self._parted
+
+    def _say_goodbye(self, peer: int) -> None:
+        with self.lock:
+            if peer not in self._parted:
+                self._parted.add(peer)
+                self._connections[peer].send(Header(MessageKind.BYE), self.farewell.encode())
 
     def check_reported(self) -> None:
         """Raise a failure that no caller has been told of yet."""
@@ -403,8 +451,15 @@ class Plane:
         """The one place where a death is decided: an end of file without a goodbye."""
         self.drop(connection)
         peer = connection.peer
-        if peer is not None and not connection.said_bye and not self._leaving and not self.failure:
-            raise PeerLostError(self._farewell(peer, connection.lost_by))
+        if peer is not None and not self.failure:
+            # Who has said goodbye needs nothing more of the others.
+            if not (connection.said_bye or self._leaving or peer in self._parted):
+                raise PeerLostError(self._farewell(peer, connection.lost_by))
+            with self.lock:
+                self.gone.setdefault(peer, "closed")
+                self.ended.add(peer)
+            for callback in self._on_ended:
+                callback(peer)
         self.changed()
 
     def _farewell(self, peer: int, error: OSError | None) -> str:
@@ -422,16 +477,19 @@ class Plane:
         return f"rank {peer} is lost: reading {named} failed ({error})"
 
     def _on_bye(self, peer: int, frame: Frame) -> None:
-        del frame
+        how = frame.note.decode(errors="replace") or "closed"
         with self.lock:
-            connection = self._connections[peer]
-            connection.said_bye = True
-            self.gone.add(peer)
-        # Nothing that is sent from now on would be read: let the peer's close see our end at once.
-        connection.finish_writes()
+            self._connections[peer].said_bye = True
+            self.gone[peer] = how
+        for callback in self._on_goodbye:
+            callback(peer)
+        # The peer takes what is on its way to it until it hears that nothing is left.
+        self.part(peer)
         self.changed()
 
     def _on_abort(self, peer: int, frame: Frame) -> None:
+        if peer in self.gone and peer in self._parted:
+            return  # neither needs anything of the other any more
         self.fail_as_told(decode(frame.note), told_by=peer)
 
     def fail(
@@ -464,14 +522,30 @@ class Plane:
             callback(error)
         self.changed()
 
-    def blame(self, error: StagelinkError) -> None:
+    def blame(self, error: StagelinkError, peer: int | None = None) -> None:
         """Fail with a transport's error, unless reading explains it better within a moment.
 
         A transport often notices first that a peer is gone, but only the end of the peer's
-        connection says that it died. It does not wait on the reading thread.
+        connection says that it died, or that it had said goodbye. It does not wait on the reading
+        thread.
+
+        Args:
+            error: the transport's.
+            peer: at the other end of its link.
+
+        Raises:
+            PeerClosedError: the peer has gone, after a goodbye: that is no failure.
         """
+
+        def explained() -> bool:
+            return self.failure is not None or peer in self.ended
+
         if not self.turns.reads_here:
-            self.turns.wait(lambda: self.failure is not None, Deadline(_EXPLAIN_S))
+            self.turns.wait(explained, Deadline(_EXPLAIN_S))
+        if peer is not None and peer in self.ended and self.failure is None:
+            raise PeerClosedError(
+                f"rank {self.rank}: peer rank {peer} {self.gone[peer]}: {error}"
+            ) from error
         self.fail(error)
 
     def _blame_elsewhere(self, error: StagelinkError) -> None:
@@ -482,12 +556,12 @@ class Plane:
         except RuntimeError:  # there is no memory for one
             self.fail(error)
 
-    def raise_blamed(self, error: StagelinkError) -> NoReturn:
+    def raise_blamed(self, error: StagelinkError, peer: int | None = None) -> NoReturn:
         """`blame`, then raise what explains it best; for a caller's thread."""
         if stops_caller(error):
             self.interrupted(error)
             raise error
-        self.blame(error)
+        self.blame(error, peer)
         if not self.turns.reads_here:
             self.check()
         raise error
@@ -527,8 +601,8 @@ class Plane:
 
     def _take_leave(self, connections: Sequence[Connection], deadline: Deadline) -> None:
         if self.failure is None:
-            for connection in connections:
-                connection.send(Header(MessageKind.BYE))
+            for peer in self.peers:  # to some it may have been said before
+                self._say_goodbye(peer)
         for connection in connections:
             connection.finish_writes()
         if self.failure is None:

@@ -43,7 +43,7 @@ def wait_driving(
             plane.interrupted(error)
             raise
         except StagelinkError as error:
-            plane.raise_blamed(error)
+            plane.raise_blamed(error, link.link.source)
         except BaseException as error:
             plane.interrupted(error)
             raise

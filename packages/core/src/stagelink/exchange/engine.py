@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stagelink.control.reduce import Reducer, spanning_tree
+from stagelink.errors import StagelinkError
 from stagelink.exchange.endings import Endings
 from stagelink.exchange.joint import Joint
 from stagelink.exchange.mail import Mail
 from stagelink.exchange.opening import Openings
 from stagelink.exchange.topology import followers_of, siblings_of
 from stagelink.exchange.ways import Ways
+from stagelink.transport.contract import Deadline
 from stagelink.transport.events import Event
 
 if TYPE_CHECKING:
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.plan import Plan
     from stagelink.schedule import Verdict
-    from stagelink.transport.contract import Deadline, Link
+    from stagelink.transport.contract import Link
     from stagelink.transport.events import EventName
     from stagelink.transport.header import Header
     from stagelink.transport.offers import Survey
     from stagelink.transport.plugins import Plugins
 
 __all__ = ["Engine"]
+
+logger = logging.getLogger("stagelink")
 
 
 class Engine(Joint):
@@ -71,6 +76,31 @@ class Engine(Joint):
         self.wiring.enter(windows)
         self.wiring.open(found.transports, deadline)
         self.tell_opened()
+
+    def leave(self, error: BaseException | None, why: str = "its process ended") -> None:
+        """Close what nobody has closed; its peers hear so, and with what error where one ended it.
+
+        Args:
+            error: that ended it, or None.
+            why: it is left, for the peers and for the log.
+        """
+        if self.plane.forked or not self.plane.start_closing():
+            return
+        left = f"left without close: {why}"
+        logger.warning(
+            "rank %d: %s; open it in a `with` block, or call its close()", self.rank, left
+        )
+        if error is not None:
+            self.abandon(error)
+            return
+        self.plane.farewell = left
+        try:
+            lost = self.close(Deadline(self.plan.limits.close_deadline_s))
+        except StagelinkError as another:
+            logger.warning("rank %d: while it was left: %s", self.rank, another)
+        else:
+            for link, count in lost.items():
+                logger.warning("rank %d: left with %d not delivered on %s", self.rank, count, link)
 
     def let_go(self) -> None:
         """See `Joint.let_go`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import TYPE_CHECKING, Self
 
@@ -21,6 +24,7 @@ from stagelink.arguments import (
 from stagelink.control.listening import gloo_address_by
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
 from stagelink.exchange.eager import session_class
+from stagelink.exchange.unclosed import closed, opened
 from stagelink.schedule import UNTIL_END, Verdict, actions_of, check_microbatches, require, verify
 from stagelink.transport.contract import Deadline, Link
 
@@ -50,8 +54,11 @@ class Handler:
     """One rank's connection to the pipeline, made by `connect`.
 
     Leaving its ``with`` block closes it; an exception that leaves the block reaches every other
-    rank with its text. So does one that a signal handler raises while a call waits: it leaves the
-    call as it is, and this handler has failed.
+    rank with its text, unless it is `SystemExit` with code 0. So does one that a signal handler
+    raises while a call waits: it leaves the call as it is, and this handler has failed. One that
+    nobody has closed is left when it is dropped or its process ends: what was sent is delivered,
+    and the peers hear "left without close", or the exception that ended the process. A warning is
+    logged.
 
     Attributes:
         plan: the plan.
@@ -71,6 +78,9 @@ class Handler:
         self._verdicts = {verdict.microbatches: verdict}
         self._session: Session | None = None
         self._next_session = 0
+        opened(engine)
+        self._dropped = weakref.finalize(self, _leave_soon, engine)
+        self._dropped.atexit = False  # `opened` has seen to that
 
     # -- sessions
 
@@ -140,6 +150,7 @@ class Handler:
         self._engine.wiring.enter(windows)
         place = (self.plan, self.rank)
         session = session_class()(number, opening, place, self._engine.mail)
+        session.keeps = self
         own = takewhile(session.has, session.mine) if until_end else session.mine
         session.warm_up = verdict.warm_up[self.stage.index]
         by_schedule = actions_of(self.plan, self.stage, own, session.warm_up, mode)
@@ -298,6 +309,9 @@ class Handler:
     def close(self, timeout_s: float | None = None) -> None:
         """Let what was sent reach its peers, say goodbye, and give everything back.
 
+        Nobody here asks for anything any more; yet what the peers have queued for this rank is
+        taken in until each of them has nothing left, so that it is not lost to their sends.
+
         Always returns within about ``timeout_s``; the second call does nothing. Sends and receives
         that wait in other threads end with `ClosedError`.
 
@@ -311,13 +325,13 @@ class Handler:
         """
         limit_s = self.plan.limits.close_deadline_s
         seconds = given_seconds("close", "timeout_s", timeout_s, limit_s)
-        if self._plane.forked or not self._plane.start_closing():
+        if not self._start_closing():
             return
         lost = self._engine.close(Deadline(seconds))
         self._plane.check_reported()
         if lost:
             text = ", ".join(f"{count} on {link}" for link, count in lost.items())
-            if all(link.target in self._plane.gone for link in lost):
+            if all(link.target in self._plane.ended for link in lost):
                 raise PeerClosedError(f"rank {self.rank}: not delivered, the peer closed: {text}")
             raise DeadlineError(f"rank {self.rank}: not delivered within {seconds:g} s: {text}")
 
@@ -330,7 +344,26 @@ class Handler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
-        elif not self._plane.forked and self._plane.start_closing():
+        elif self._start_closing():
             self._engine.abandon(error)
+
+    def _start_closing(self) -> bool:
+        self._dropped.detach()
+        closed(self._engine)
+        return not self._plane.forked and self._plane.start_closing()
+
+
+def _leave_soon(engine: Engine) -> None:
+    """Leave for a handler that was dropped; wherever that was, so a thread does it.
+
+    Below `threading`, whose locks may be held here.
+    """
+
+    def leave() -> None:
+        closed(engine)
+        engine.leave(None, "its handler was dropped")
+
+    with suppress(RuntimeError):  # there is none at the interpreter's end, which sees to it itself
+        _thread.start_new_thread(leave, ())

@@ -49,7 +49,7 @@ class SendHandle:
 
         Raises:
             DeadlineError: it took longer.
-            PeerClosedError: the session was left before the window let it start.
+            PeerClosedError: a receiver closed for good before the message was through.
             StagelinkError: the handler failed or was closed.
         """
         self._wait(self._jobs, deadline_s)

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from stagelink.control.connection import close_all
+from stagelink.errors import ProtocolError, TransportError
 from stagelink.exchange.link_end import FOREVER, LinkEnd, raise_mapped
-from stagelink.transport.contract import Ready
+from stagelink.transport.contract import Pending, Ready
 from stagelink.transport.interrupts import stops_caller
+from stagelink.transport.payload import payload_problem
 
 if TYPE_CHECKING:
     from stagelink.errors import StagelinkError
     from stagelink.exchange.arrival import Arrival
-    from stagelink.transport.contract import Capabilities, Deadline, Link, Pending, Receiver
+    from stagelink.exchange.bound import Bound
+    from stagelink.transport.contract import Capabilities, Deadline, Link, Receiver
     from stagelink.transport.lanes import Lane
 
 __all__ = ["InLink"]
@@ -41,25 +44,25 @@ class InLink(LinkEnd):
         link: what it connects.
         capabilities: of its transport.
         lane: where receive buffers come from, and what is done is queued.
+        bound: how large a payload may be.
         settled: called with each arrival whose payload is complete, on the thread that finished
             it.
-        changed: called when the worker gives up.
-        fail: called with what went wrong on the worker.
+        changed, fail: see `LinkEnd`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what `Wiring` gives to each of its ends
         self,
         link: Link,
         capabilities: Capabilities,
         lane: Lane,
+        bound: Bound,
         settled: Callable[[Arrival], None],
         changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
-        super().__init__(
-            f"stagelink-recv-{link.source}-{link.target}-{link.transport}", lane, fail, changed
-        )
-        self.link = link
+        super().__init__(link, "recv", lane, fail, changed)
+        self._bound = bound
+        self._drains = False
         self._receiver: Receiver | None = None
         self._capabilities = capabilities
         self._settled = settled
@@ -72,7 +75,13 @@ class InLink(LinkEnd):
 
         Raises:
             StagelinkError: the transport failed in ``begin``.
+            ProtocolError: the message is larger than anything that can be received here.
         """
+        try:
+            self._bound.check(self.link, arrival.header)
+        except ProtocolError:
+            close_all(fds)
+            raise
         with self._lock:
             if self._stopped:
                 close_all(fds)
@@ -121,7 +130,15 @@ class InLink(LinkEnd):
 
     def drain(self) -> None:
         """Nobody will ask for some of what has begun: let the worker finish it."""
+        self._drain(for_good=False)
+
+    def drain_for_good(self) -> None:
+        """Nobody will ask for anything any more, whatever still comes."""
+        self._drain(for_good=True)
+
+    def _drain(self, *, for_good: bool) -> None:
         with self._lock:
+            self._drains |= for_good
             if self._begun:
                 self._call_worker()
 
@@ -157,19 +174,36 @@ class InLink(LinkEnd):
             return payload
 
         try:
-            with self.lane.entered(arrival.after):
-                pending = receiver.begin(header, note, fds, accept)
+            with self._beginning(), self.lane.entered(arrival.after):
+                pending: object = receiver.begin(header, note, fds, accept)
         except Exception as error:
             raise_mapped(f"receiving on {self.link}", error)
         if isinstance(pending, Ready):
             self._arrived(arrival, pending.payload)
             return True
+        if not isinstance(pending, Pending):
+            raise TransportError(
+                f"receiving on {self.link}: its begin returns {pending!r}, where a Pending is due"
+            )
         self._begun.append(_Received(pending, arrival))
-        if not self._capabilities.caller_thread or arrival.abandoned:
+        if not self._capabilities.caller_thread or arrival.abandoned or self._drains:
             self._call_worker()
         return False
 
+    def _check_payload(self, arrival: Arrival, payload: object) -> None:
+        size_bytes, device = arrival.header.payload_bytes, self.lane.device.type
+        lent = arrival.payload
+        if isinstance(lent, torch.Tensor) and (payload is None or payload is lent):
+            return  # the usual case: no time for words
+        problem = payload_problem(payload, size_bytes, None, device)
+        if problem is not None:
+            raise TransportError(
+                f"receiving on {self.link}, microbatch {arrival.header.microbatch}: the transport "
+                f"{problem}"
+            )
+
     def _arrived(self, arrival: Arrival, payload: torch.Tensor | None) -> None:
+        self._check_payload(arrival, payload)
         self.unfinished -= 1
         arrival.moment = self.lane.moment()
         if payload is not None:
@@ -194,7 +228,7 @@ class InLink(LinkEnd):
                 return  # it may come yet; that the caller waits no longer is the caller's to say
             raise_mapped(f"receiving on {self.link}", error)
         with self._lock:
-            self._begun.popleft()
             self._arrived(arrival, payload)
+            self._begun.popleft()
             ready = self._pump()
         self._settle([arrival, *ready])

@@ -16,6 +16,7 @@ from stagelink.errors import (
     RefusedError,
 )
 from stagelink.exchange.arrival import Arrival, Key
+from stagelink.exchange.bound import check_declared
 from stagelink.exchange.driving import wait_driving
 from stagelink.exchange.inbox import Inbox
 from stagelink.exchange.places import Places
@@ -93,6 +94,8 @@ class Incoming:
             )
         self._endings.check(header.session, header.microbatch)
         self._check_due(way, header)
+        if header.kind in {MessageKind.DATA, MessageKind.GRAD}:
+            check_declared(way.edge, header)
         arrival = Arrival(header, peer)
         carried = self._open_envelope(arrival, frame)
         if carried:
@@ -146,6 +149,11 @@ class Incoming:
         if header.kind is MessageKind.REFUSED:
             arrival.refusal = frame.note.decode(errors="replace")
         elif header.inline:
+            if len(frame.payload) != header.payload_bytes:  # it came by no socket, see `Header`
+                raise ProtocolError(
+                    f"an inline payload of {header.payload_bytes} bytes, of which "
+                    f"{len(frame.payload)} came"
+                )
             arrival.payload = frame.payload
         elif header.kind is not MessageKind.NONE:
             return True

@@ -6,11 +6,17 @@ where nothing is left to finish.
 
 from __future__ import annotations
 
+import _thread
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
+
+import torch
 
 from stagelink.control.connection import close_all
 from stagelink.errors import ClosedError, PeerClosedError, StagelinkError, TransportError
@@ -18,10 +24,14 @@ from stagelink.transport.contract import Deadline
 from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
-    from stagelink.transport.contract import Receiver, Sender
+    from contextlib import AbstractContextManager
+
+    from stagelink.transport.contract import Link, Receiver, Sender
     from stagelink.transport.lanes import Lane
 
 __all__ = ["FOREVER", "LinkEnd", "give_back", "mapped", "raise_mapped"]
+
+logger = logging.getLogger("stagelink")
 
 _GRACE_S = 0.2
 """What a step of closing gets when those before it have used up the time."""
@@ -33,31 +43,45 @@ FOREVER = Deadline(float("inf"))
 class LinkEnd(ABC):
     """What both ends share: notes, and the worker, started when there is something to finish.
 
+    Args:
+        link: what it connects.
+        verb: what it does: ``"send"`` or ``"recv"``.
+        lane: where what is done is queued.
+        fail: called with what went wrong on the worker; raises PeerClosedError where that is none
+            of the pipeline's failures.
+        changed: called when the worker gives up.
+
     Attributes:
+        link: as given.
         unfinished: how many messages are on their way through this end.
         given_up: whether the worker has ended since its peer, or this rank, closed.
-        lane: where what is done is queued.
+        peer_ended: whether nothing reaches the peer any more, nor comes from it.
+        lane: as given.
     """
 
     unfinished = 0
 
     def __init__(
         self,
-        name: str,
+        link: Link,
+        verb: str,
         lane: Lane,
         fail: Callable[[StagelinkError], None],
         changed: Callable[[], None],
     ) -> None:
+        self.link = link
         self.lane = lane
+        self.peer_ended = False
         self._changed = changed
         self._notes_lock = threading.RLock()
         self._held_notes: deque[tuple[bytes, Sequence[int]]] = deque()
         self._end: Sender | Receiver | None = None
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
-        self._name = name
+        self._name = f"stagelink-{verb}-{link.source}-{link.target}-{link.transport}"
         self._fail = fail
         self._stopped = False
+        self._begins: int | None = None
         self.given_up = False
         self._thread: threading.Thread | None = None
 
@@ -69,7 +93,15 @@ class LinkEnd(ABC):
             elif self._end is None:
                 self._held_notes.append((note, fds))
             else:
-                self._end.on_note(note, fds)
+                self._tell(self._end, note, fds)
+
+    def _tell(self, end: Sender | Receiver, note: bytes, fds: Sequence[int]) -> None:
+        try:
+            end.on_note(note, fds)
+        except StagelinkError:
+            raise
+        except Exception as error:
+            raise mapped(f"{self.link}: a note", error) from error
 
     def _opened(self, end: Sender | Receiver) -> None:
         with self._notes_lock:
@@ -78,14 +110,20 @@ class LinkEnd(ABC):
                 return
             self._end = end
             while self._held_notes:
-                end.on_note(*self._held_notes.popleft())
+                self._tell(end, *self._held_notes.popleft())
 
     def abort(self, cause: StagelinkError) -> None:
-        """The handler failed: wake the worker, wherever it is. Returns at once."""
+        """Wake the worker, wherever it is: the handler failed, or the peer has gone for good.
+
+        Returns at once. What the transport raises is logged: there is an error already.
+        """
         with self._notes_lock:
             end = self._end
         if end is not None:
-            end.abort(cause)
+            try:
+                end.abort(cause)
+            except Exception as error:
+                logger.warning("%s: aborting it: %s: %s", self.link, type(error).__name__, error)
 
     @property
     def idle(self) -> bool:
@@ -101,6 +139,20 @@ class LinkEnd(ABC):
                 if stops_caller(error):
                     raise
 
+    @property
+    def begins_here(self) -> bool:
+        """Whether this thread is in a ``begin`` of the transport's, which must not wait."""
+        return self._begins == threading.get_ident()
+
+    @contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """A call of ``begin``; with the lock held."""
+        self._begins = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._begins = None
+
     def check_open(self) -> None:
         """Raise if this end is being closed, so that nothing may be waited for on it.
 
@@ -108,7 +160,7 @@ class LinkEnd(ABC):
             ClosedError: it is.
         """
         if self._stopped:
-            raise ClosedError(f"{self._name} is being closed")
+            raise ClosedError(f"{self.link} is being closed")
 
     def close(self, deadline: Deadline) -> None:
         """End the worker and give the transport's end back; what is unfinished stays so."""
@@ -119,11 +171,11 @@ class LinkEnd(ABC):
             while self._held_notes:
                 close_all(self._held_notes.popleft()[1])
         if self._has_work():
-            self.abort(ClosedError(f"{self._name} is being closed"))
+            self.abort(ClosedError(f"{self.link} is being closed"))
         if self._thread is not None:
             self._thread.join(max(deadline.remaining_s, _GRACE_S))
         if self._end is not None and not (self._thread and self._thread.is_alive()):
-            give_back(self._name, self._end.close, deadline)
+            give_back(str(self.link), self._end.close, deadline, self.lane)
 
     @abstractmethod
     def _has_work(self) -> bool:
@@ -148,31 +200,71 @@ class LinkEnd(ABC):
                 if self._stopped:
                     return
             try:
-                self._finish_head()
+                self._finish_or_fail()
             except (ClosedError, PeerClosedError):
                 # The one who closes reports what was not delivered; nobody else is harmed by it.
                 with self._lock:
                     self.given_up = True
                 self._changed()
                 return
-            except StagelinkError as error:
-                self._fail(error)
-                return
-            except Exception as error:
-                self._fail(mapped(self._name, error))
-                return
+
+    def _finish_or_fail(self) -> None:
+        try:
+            self._finish_head()
+        except (ClosedError, PeerClosedError):
+            raise
+        except BaseException as error:  # SystemExit as well: else its messages would just stay
+            self._fail(mapped(str(self.link), error))
+            raise ClosedError(f"{self.link} has failed") from error
 
 
-def give_back(what: str, close: Callable[[Deadline], None], deadline: Deadline) -> None:
-    """Call a ``close`` of a transport's.
+def give_back(
+    what: str, close: Callable[[Deadline], None], deadline: Deadline, lane: Lane | None = None
+) -> None:
+    """Call a ``close`` of a transport's, on a thread that is left behind where it does not return.
+
+    Args:
+        what: is closed.
+        close: the call.
+        deadline: for it; a moment is left where it has passed.
+        lane: current on the thread; None: the caller's device is.
 
     Raises:
-        StagelinkError: it raised; see `mapped`.
+        TransportError: it did not return, or raised; see `mapped`.
     """
+    errors: list[BaseException] = []
+    here = _device_here() if lane is None else lane.entered
+    taken, done = threading.Lock(), threading.Event()
+
+    def call() -> None:
+        if not taken.acquire(blocking=False):
+            return
+        try:
+            with here():
+                close(deadline)
+        except BaseException as error:  # for the one who waits
+            errors.append(error)
+        done.set()
+
     try:
-        close(deadline)
-    except Exception as error:
-        raise_mapped(f"closing {what}", error)
+        # Below `threading`, whose `start` waits for a sign of a thread that may never begin: where
+        # memory is short, or the interpreter ends, it is called here.
+        _thread.start_new_thread(call, ())
+        done.wait(_GRACE_S)
+    except (RuntimeError, MemoryError) as error:
+        logger.debug("closing %s: no thread for it: %s", what, error)
+    call()
+    if not done.wait(max(deadline.remaining_s, _GRACE_S) + _GRACE_S):
+        raise TransportError(f"closing {what}: it has not returned by its deadline")
+    if errors:
+        raise_mapped(f"closing {what}", errors[0])
+
+
+def _device_here() -> Callable[[], AbstractContextManager[object]]:
+    """The caller's CUDA device as a context for another thread, where CUDA is in use."""
+    if not torch.cuda.is_initialized():
+        return nullcontext
+    return partial(torch.cuda.device, torch.cuda.current_device())
 
 
 def raise_mapped(what: str, error: BaseException) -> NoReturn:

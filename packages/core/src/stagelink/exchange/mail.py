@@ -81,8 +81,6 @@ class Mail:
         """
         if self._plane.forked:
             return
-        with self._plane.lock:
-            self.out.forget_parked()
         # Before any answer: with a place in its window a sender goes on, and loses what it sends.
         self.out.tell_end(session, why)
         with self._plane.lock:
@@ -101,5 +99,6 @@ class Mail:
         """The handler is being closed: nobody will ask for what is here, nor for what comes."""
         with self._plane.lock:
             self._presence.leave(_LAST_SESSION)
+            self.into.places.lift()
             unread = self.into.inbox.clear()
         self.into.drop(unread)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from stagelink.errors import StagelinkError
+from stagelink.errors import PeerClosedError, StagelinkError, TransportError
 from stagelink.exchange.link_end import FOREVER, LinkEnd, raise_mapped
 from stagelink.transport.contract import Link, Message, Pending, Ready
 from stagelink.transport.interrupts import stops_caller
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OutLink", "SendJob"]
 
+_MOST_ASKED = 100
+"""How often in turn a ``begin`` may say that it has made room, and find none."""
+
 
 class SendJob:
     """One message on its way out.
@@ -34,12 +39,12 @@ class SendJob:
         payload: its bytes, flat uint8, or as bytes what travels inline; None once nobody needs
             them, and for a message without.
         private: whether the payload is in memory that nobody else knows.
-        started: whether the window has let it go.
+        announced: whether the peer has been told that it comes.
         finished: whether the caller's memory is needed no more.
         moment: when the payload is there, on a device with streams; else None.
     """
 
-    __slots__ = ("finished", "header", "moment", "payload", "private", "started")
+    __slots__ = ("announced", "finished", "header", "moment", "payload", "private")
 
     def __init__(
         self, header: Header, payload: torch.Tensor | bytes | None, *, private: bool = False
@@ -47,7 +52,7 @@ class SendJob:
         self.header = header
         self.payload = payload
         self.private = private
-        self.started = False
+        self.announced = False
         self.finished = False
         self.moment: Moment | None = None
 
@@ -66,7 +71,7 @@ class OutLink(LinkEnd):
         announce: sends a header with a note and descriptors to the peer.
         lane: makes copies of payloads; what is done is queued there.
         changed: called when a job is finished.
-        fail: called with what went wrong on the worker.
+        fail: see `LinkEnd`.
 
     Attributes:
         unfinished: how many messages are queued or under way.
@@ -81,14 +86,14 @@ class OutLink(LinkEnd):
         changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
-        super().__init__(
-            f"stagelink-send-{link.source}-{link.target}-{link.transport}", lane, fail, changed
-        )
-        self.link = link
+        super().__init__(link, "send", lane, fail, changed)
         self._sender: Sender | None = None
         self._capabilities = capabilities
         self._announce = announce
         self._telling = threading.Lock()
+        self._finishing: int | None = None
+        self._told_meanwhile: deque[None] = deque()
+        self._room_meanwhile = False
         self._queue: deque[SendJob | Callable[[], None]] = deque()
         self._begun: deque[_Begun] = deque()
 
@@ -98,6 +103,7 @@ class OutLink(LinkEnd):
         with self._lock:
             self._sender = sender
             self._pump()
+        self._catch_up()
 
     def submit(self, job: SendJob, *, copy: bool) -> None:
         """Begin a message now or as soon as there is room; waits for nobody.
@@ -118,24 +124,42 @@ class OutLink(LinkEnd):
                 if copy and self._capabilities.copies_on_begin:
                     self.detach(job, copy=True)
                 self._queue.append(job)
+        self._catch_up()
 
     def when_announced(self, action: Callable[[], None]) -> None:
         """Run ``action`` once all that was submitted so far is announced; perhaps at once."""
         with self._lock:
-            if self._queue:
+            if self._queue or not self._all_announced:
                 self._queue.append(action)
                 return
         action()
 
+    @property
+    def _all_announced(self) -> bool:
+        return all(begun.job.announced for begun in self._begun)
+
     def room(self) -> None:
         """The transport has room again, or the one before has finished: begin what is queued."""
+        if self.begins_here:  # out of its own begin, which has the lock
+            self._room_meanwhile = True
+            return
         try:
             with self._lock:
                 self._pump()
+            self._catch_up()
         except StagelinkError as error:
             if stops_caller(error):
                 raise
-            self._fail(error)
+            with suppress(PeerClosedError):
+                self._fail(error)
+
+    def end_peer(self, cause: PeerClosedError) -> None:
+        """The peer has gone for good: what is unfinished stays so. Returns at once."""
+        with self._lock:
+            self.peer_ended = True
+            under_way = bool(self._begun)
+        if under_way:
+            self.abort(cause)
 
     @property
     def dtypes(self) -> frozenset[str] | None:
@@ -156,26 +180,18 @@ class OutLink(LinkEnd):
                 if not self._begin(item):
                     return
                 self._queue.popleft()
-            else:
+            elif self._all_announced:
                 self._queue.popleft()
                 item()
+            else:  # what has begun announces itself in its finish
+                return
 
     def _begin(self, job: SendJob) -> bool:
-        if self._sender is None or not isinstance(job.payload, torch.Tensor):
+        if self._sender is None or not isinstance(job.payload, torch.Tensor) or self.peer_ended:
             return False
         if len(self._begun) >= self._capabilities.in_flight:
             return False
-        header = job.header
-        message = Message(header, job.payload)
-
-        def announce(note: bytes = b"", fds: Sequence[int] = ()) -> None:
-            self._announce(header, note, fds)
-
-        try:
-            with self.lane.entered(job.moment):
-                pending = self._sender.begin(message, announce)
-        except Exception as error:
-            raise_mapped(f"sending on {self.link}", error)
+        pending = self._ask_to_begin(self._sender, job, job.payload)
         if pending is None:
             return False
         if isinstance(pending, Ready):
@@ -185,6 +201,34 @@ class OutLink(LinkEnd):
             if not self._sender.tells_sent:
                 self._call_worker()
         return True
+
+    def _ask_to_begin(self, sender: Sender, job: SendJob, payload: torch.Tensor) -> Pending | None:
+        message = Message(job.header, payload)
+        announce = partial(self._announce_once, job)
+        for _ in range(_MOST_ASKED):
+            self._room_meanwhile = False
+            try:
+                with self._beginning(), self.lane.entered(job.moment):
+                    pending: object = sender.begin(message, announce)
+            except Exception as error:
+                raise_mapped(f"sending on {self.link}", error)
+            if pending is None and not job.announced and self._room_meanwhile:
+                continue  # it made room itself
+            if pending is None and not job.announced:
+                return None
+            if isinstance(pending, Pending) and (job.announced or not isinstance(pending, Ready)):
+                return pending
+            raise TransportError(f"sending on {self.link}: {_misbegun(job, pending)}")
+        raise TransportError(
+            f"sending on {self.link}: its begin finds no room, and says by port.room() that there "
+            f"is, {_MOST_ASKED} times in turn"
+        )
+
+    def _announce_once(self, job: SendJob, note: bytes = b"", fds: Sequence[int] = ()) -> None:
+        if job.announced:
+            raise TransportError(f"sending on {self.link}: a message is announced twice")
+        self._announce(job.header, note, fds)
+        job.announced = True
 
     def _done(self, job: SendJob) -> None:
         job.payload = None
@@ -206,11 +250,27 @@ class OutLink(LinkEnd):
         Raises:
             StagelinkError: the transport failed.
         """
+        if self._sender is not None and not self._sender.tells_sent:
+            raise TransportError(f"{self.link}: port.sent() of a Sender without tells_sent")
+        if self.begins_here or self._finishing == threading.get_ident():
+            self._told_meanwhile.append(None)  # `_catch_up` has it done, without the locks
+            return
         with self._telling:
             with self._lock:  # the peer may have answered before ``begin`` has returned here
-                begun = bool(self._begun) and not self._stopped
+                begun = bool(self._begun) and not (self._stopped or self.peer_ended)
             if begun:
-                self._finish_head()
+                self._finishing = threading.get_ident()
+                try:
+                    self._finish_head()
+                finally:
+                    self._finishing = None
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Finish what the transport has told of out of a call of core's own."""
+        while self._told_meanwhile:
+            self._told_meanwhile.popleft()
+            self.finish_oldest()
 
     def _finish_head(self) -> None:
         pending, job = self._begun[0]
@@ -219,7 +279,22 @@ class OutLink(LinkEnd):
                 pending.finish(FOREVER)
         except Exception as error:
             raise_mapped(f"sending on {self.link}", error)
+        if self.peer_ended:  # it may have returned since it was aborted
+            raise PeerClosedError(f"{self.link}: the receiver had gone")
+        if not job.announced:
+            raise TransportError(
+                f"sending on {self.link}: a message has finished and was not announced"
+            )
         with self._lock:
             self._begun.popleft()
             self._done(job)
             self._pump()
+
+
+def _misbegun(job: SendJob, pending: object) -> str:
+    """What is wrong with what a ``begin`` returned, in words."""
+    if pending is None:
+        return "its begin returns None, as if there were no room, after it has announced"
+    if not isinstance(pending, Pending):
+        return f"its begin returns {pending!r}, where a Pending or None is due"
+    return "its begin returns a message as finished that it has not announced"

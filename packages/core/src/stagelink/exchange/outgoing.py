@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from stagelink.control.chain import Awaited
+from stagelink.control.fields import encode
 from stagelink.errors import DeadlineError, ProtocolError, StagelinkError
 from stagelink.transport.header import Direction, Header, MessageKind
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Outgoing"]
 
-_MAX_TEXT_BYTES = 64 * 1024
+_MAX_TEXT = 10_000
+"""Characters of an error's text that a peer is told."""
 
 
 class Outgoing:
@@ -61,7 +64,10 @@ class Outgoing:
         self._trace = trace
         self.on_answer: Callable[[int, Key], None] = lambda peer, key: None
         self.ways: dict[tuple[int, Direction, int], WayOut] = {}
+        self._answering: Counter[int] = Counter()
         plane.handle(MessageKind.CREDIT, self._on_credit)
+        plane.on_goodbye(self._flush)
+        plane.hold_goodbye(lambda peer: self._answering[peer] > 0)
 
     def enter(self, window_of: Callable[[Edge], int]) -> None:
         """A session begins: its windows' sizes hold from now on; with the plane's lock held."""
@@ -69,21 +75,24 @@ class Outgoing:
             if way.window is not None:
                 way.window.size = window_of(way.edge)
 
-    def forget_parked(self) -> None:
-        """A session ends: what never started never will; with the plane's lock held."""
-        for way in self.ways.values():
-            if way.window is not None:
-                way.window.forget_parked()
-
     def tell_end(self, session: int, why: str) -> None:
-        """Tell every peer that this rank has left a session, behind all that it sent in it."""
+        """Tell every peer that this rank has left a session, and what it is still to get of it."""
         links: dict[int, set[OutLink]] = {peer: set() for peer in self._plane.peers}
-        for way in self.ways.values():
-            links[way.peer].add(way.link)
+        due: dict[int, list[tuple[int, int]]] = {peer: [] for peer in links}
+        with self._plane.lock:
+            for way in self.ways.values():
+                links[way.peer].add(way.link)
+                if way.window is not None:
+                    index = way.edge.index
+                    due[way.peer] += [(index, mb) for mb in way.window.due(session)]
         for peer, outs in links.items():
             header = Header(MessageKind.END, session=session)
-            # On its connection the END comes after every header of the session: behind the queues.
-            note = why.encode()[:_MAX_TEXT_BYTES]
+            # On its connection the END comes after every header of what has started: behind the
+            # queues. What waits for a place comes later, and the END says which.
+            said: dict[str, object] = {"why": why[:_MAX_TEXT]} if why else {}
+            if due[peer]:
+                said["due"] = due[peer]
+            note = encode(said) if said else b""
             chain: Callable[[], None] = partial(self._plane.post, peer, header, note)
             for link in outs:
                 chain = partial(link.when_announced, chain)
@@ -132,14 +141,14 @@ class Outgoing:
         waits = not (window is None or self._place_now(way, window, key))
         if window is None:
             self.on_answer(way.peer, key)
-        if window is None or not waits:
-            self._start(way, job, copy=copy)
+            self._answer(way, job, copy=copy)
+        elif not waits:
+            self._start_admitted(way, window, key, job, copy=copy)
         elif deadline is None:
             self._park(way, window, key, job, copy=copy)
         else:
             waited_s = self._wait_place(way, window, key, deadline)
-            self._event("wait_window", way, job.header, waited_s)
-            self._start(way, job, copy=copy)
+            self._start_admitted(way, window, key, job, copy=copy, waited_s=waited_s)
         return waits and deadline is not None
 
     def _wait_place(self, way: WayOut, window: Window, key: Key, deadline: Deadline) -> float:
@@ -177,7 +186,7 @@ class Outgoing:
 
     def _park(self, way: WayOut, window: Window, key: Key, job: SendJob, *, copy: bool) -> None:
         way.link.detach(job, copy=copy)
-        start = partial(self._start, way, job, copy=False)
+        start = partial(self._start_admitted, way, window, key, job, copy=False)
         with self._plane.lock:
             # A place may have come free since; then nobody would start what is parked now.
             place = self._place_now(way, window, key)
@@ -186,8 +195,55 @@ class Outgoing:
         if place:
             start()
 
+    def _answer(self, way: WayOut, job: SendJob, *, copy: bool) -> None:
+        """Start a gradient, unless its peer has said goodbye and nobody asks for it there."""
+        with self._plane.lock:
+            wanted = way.peer not in self._plane.gone
+            self._answering[way.peer] += wanted
+        if not wanted:
+            job.payload = None
+            job.finished = True
+            return
+        try:
+            self._start(way, job, copy=copy)
+        finally:
+            with self._plane.lock:
+                self._answering[way.peer] -= 1
+            self._go_on_parting(way.peer)
+
+    def _go_on_parting(self, peer: int) -> None:
+        if peer in self._plane.gone:  # and waits for the last of what it gets
+            self._plane.part(peer)
+
+    def _start_admitted(
+        self,
+        way: WayOut,
+        window: Window,
+        key: Key,
+        job: SendJob,
+        *,
+        copy: bool,
+        waited_s: float | None = None,
+    ) -> None:
+        try:
+            if waited_s is not None:
+                self._event("wait_window", way, job.header, waited_s)
+            self._start(way, job, copy=copy)
+        finally:
+            with self._plane.lock:
+                window.started(key.session, key.microbatch)
+            self._go_on_parting(way.peer)
+
+    def _flush(self, peer: int) -> None:
+        """A peer has said goodbye: what is parked for it goes now, as nothing is kept there."""
+        for way in self.ways.values():
+            if way.peer == peer and way.window is not None:
+                with self._plane.lock:
+                    starts = way.window.release_all()
+                for start in starts:
+                    start()
+
     def _start(self, way: WayOut, job: SendJob, *, copy: bool) -> None:
-        job.started = True
         payload = job.payload
         if not isinstance(payload, torch.Tensor):
             self._plane.post(way.peer, job.header, payload=payload or b"")
@@ -198,18 +254,25 @@ class Outgoing:
             try:
                 way.link.submit(job, copy=copy)
             except StagelinkError as error:
-                self._plane.raise_blamed(error)
+                self._plane.raise_blamed(error, way.peer)
         way.counters.messages += 1
         way.counters.payload_bytes += job.header.payload_bytes
         self._event("send", way, job.header, 0.0)
 
-    def wait_sent(self, ready: Callable[[], bool], deadline: Deadline) -> None:
-        """Block until ``ready``: the memory of what was sent is the caller's again.
+    def wait_sent(self, sent: Sequence[tuple[WayOut, SendJob]], deadline: Deadline) -> None:
+        """Block until the memory of what was sent is the caller's again.
 
         Raises:
             DeadlineError: it took longer.
+            PeerClosedError: a receiver has gone before it got what was sent to it.
         """
-        if not self._plane.wait(ready, deadline):
+
+        def finished(way: WayOut, job: SendJob) -> bool:
+            return job.finished or self._plane.check_reached(
+                way.peer, f"room for {way.edge.name!r} of microbatch {job.header.microbatch}"
+            )
+
+        if not self._plane.wait(lambda: all(finished(*one) for one in sent), deadline):
             raise DeadlineError(
                 f"rank {self._plane.rank}: a message was still under way after "
                 f"{deadline.seconds:g} s"
@@ -224,7 +287,7 @@ class Outgoing:
             edge=key.edge,
             microbatch=key.microbatch,
         )
-        self._plane.post(way.peer, header, text.encode()[:_MAX_TEXT_BYTES])
+        self._plane.post(way.peer, header, text[:_MAX_TEXT].encode())
 
     def release(self, way: WayOut, session: int, microbatch: int) -> None:
         """A message is answered: free its place, and start what was parked for it."""

@@ -26,7 +26,7 @@ __all__ = ["Places"]
 class Places:
     """Forward messages that came and were not answered, by edge and sender.
 
-    `take` and `enter` are used under the plane's lock.
+    `take`, `enter` and `lift` are used under the plane's lock.
     """
 
     def __init__(self) -> None:
@@ -46,6 +46,10 @@ class Places:
                 edge = way.edge
                 self._sizes[edge.index] = max(window_of(edge), self._sizes.get(edge.index, 0))
                 self._check(way)
+
+    def lift(self) -> None:
+        """Nobody here keeps a message any more: who has some left may send it all."""
+        self._sizes.clear()
 
     def take(self, way: WayIn, header: Header) -> None:
         """A message came.

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from stagelink.errors import TransportError
+from stagelink.errors import PeerClosedError, TransportError
 from stagelink.exchange.out_link import OutLink
-from stagelink.transport.header import Header, MessageKind
+from stagelink.transport.header import MAX_NOTE_BYTES, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+    from stagelink.control.plane import Plane
     from stagelink.exchange.link_end import LinkEnd
     from stagelink.exchange.wiring import Wiring
     from stagelink.transport.contract import Deadline, Link, Port
     from stagelink.transport.lanes import Lane
 
-__all__ = ["other_end", "port_of"]
+__all__ = ["other_end", "port_of", "post_for"]
 
 
 def other_end(link: Link, rank: int) -> int:
@@ -38,6 +40,28 @@ def port_of(wiring: Wiring, link: Link, end: LinkEnd, number: int) -> Port:
         number: what the link is called in notes between its two ranks.
     """
     return _Port(wiring, link, end, number)
+
+
+def post_for(
+    plane: Plane, link: Link, peer: int, header: Header, note: bytes, fds: Sequence[int]
+) -> None:
+    """Send a frame with what a transport has to say; returns at once.
+
+    Raises:
+        TransportError: the note is none, or too long; or the descriptors cannot be sent.
+    """
+    if not isinstance(note, bytes):
+        raise TransportError(f"{link}: a note is bytes, not {type(note).__name__}")
+    if len(note) > MAX_NOTE_BYTES:
+        raise TransportError(
+            f"{link}: a note of {len(note)} bytes to rank {peer}; it takes {MAX_NOTE_BYTES}"
+        )
+    try:
+        plane.post(peer, header, note, fds=fds)
+    except (OSError, TypeError, ValueError, OverflowError) as error:
+        raise TransportError(
+            f"{link}: descriptors {fds!r} to rank {peer}: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Port:
@@ -68,9 +92,8 @@ class _Port:
         return self._end.lane
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
-        self._wiring.plane.post(
-            self.peer, Header(MessageKind.NOTE, link=self._number), note, fds=fds
-        )
+        header = Header(MessageKind.NOTE, link=self._number)
+        post_for(self._wiring.plane, self.link, self.peer, header, note, fds)
 
     def room(self) -> None:
         if isinstance(self._end, OutLink):
@@ -85,14 +108,21 @@ class _Port:
             raise error
         failure = TransportError(f"{self.link}: {type(error).__name__}: {error}")
         failure.__cause__ = error
-        self._wiring.plane.blame(failure)
+        with suppress(PeerClosedError):  # then it is none
+            self._wiring.plane.blame(failure, self.peer)
 
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        if self._end.begins_here:
+            raise TransportError(
+                f"{self.link}: port.wait in a begin, which must not wait; return None, and call "
+                "port.room() when there is room"
+            )
+
         def look() -> bool:
             if ready():
                 return True
             self._end.check_open()
-            return self._wiring.plane.check_here(self.peer, f"an answer on {self.link}")
+            return self._wiring.plane.check_reached(self.peer, f"an answer on {self.link}")
 
         return self._wiring.plane.wait_while_closing(look, deadline)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from stagelink.arguments import COUNT, FLAG, SECONDS, expect, is_a
-from stagelink.errors import MessageError, PeerClosedError, UsageError
+from stagelink.errors import MessageError, UsageError
 from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.envelope import Terms, check_contract, check_gradient, seal, unseal
 from stagelink.exchange.handles import RecvHandle, SendHandle
@@ -39,7 +39,10 @@ __all__ = ["Session"]
 class Session:
     """Sends and receives of one rank for the microbatches of one pass; made by the handler.
 
-    Used by one thread at a time. Leaving it (the end of its ``with`` block) waits for no peer.
+    Used by one thread at a time. Leaving it (the end of its ``with`` block, by an error as well)
+    waits for no peer, and takes back nothing: what `isend` has taken goes as its window has places
+    for it, also in sessions after this one, and `stagelink.Handler.close` delivers it or says that
+    it could not. The peers hear at once that the session was left, and still get what is due.
 
     Attributes:
         number: the session's place in the handler's life, from 0.
@@ -52,6 +55,7 @@ class Session:
             `has` before each forward.
         warm_up: forwards of this stage ahead of its first backward.
         open: whether it has not been left.
+        keeps: what must not be dropped while the session is there.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Session:
         self._mail = mail
         self._limits: Limits = self._plan.limits
         self.open = True
+        self.keeps: object = None
         self._had_message = False
         self._sent: defaultdict[int, Marks] = defaultdict(Marks)
         self._highest = -1
@@ -223,7 +228,11 @@ class Session:
     def isend(
         self, name: str, tensor: torch.Tensor | None, microbatch: int, *, copy: bool = True
     ) -> SendHandle:
-        """As `send`, but never waits: a message that finds its window full starts later."""
+        """As `send`, but never waits: a message that finds its window full starts later.
+
+        It starts when the receiver has answered one before it, be it after this session was left.
+        With ``copy=False`` the tensor must stay as it is until then, see the handle.
+        """
         return self._send_forward(name, tensor, microbatch, copy=copy, deadline=None)
 
     def recv(
@@ -273,6 +282,8 @@ class Session:
     ) -> SendHandle:
         """Send back the gradient of a tensor that was received; never waits for the peer.
 
+        Nothing is sent to a peer that has closed, where nobody asks for it any more.
+
         Args:
             name: a tensor of the plan that this stage consumes.
             gradient: of the tensor's shape and dtype; None says that there is none. For a tensor
@@ -290,13 +301,13 @@ class Session:
         like = self._owed.get((key.edge, microbatch))
         if like is None:
             self._check_nothing_owed(name, key, gradient)
-            return SendHandle((), self._wait_sent)
+            return self._sent_by((), ())
         way = self._mail.out.ways[key.edge, Direction.BACKWARD, way_in.peer]
         back = key._replace(direction=Direction.BACKWARD)
         job = self._job([way], back, gradient, partial(check_gradient, like))
         del self._owed[key.edge, microbatch]
         self._mail.out.send(way, back, job, copy=copy, deadline=None)
-        return SendHandle((job,), self._wait_sent)
+        return self._sent_by((way,), (job,))
 
     def isend_grad(
         self, name: str, gradient: torch.Tensor | None, microbatch: int, *, copy: bool = True
@@ -371,7 +382,7 @@ class Session:
             self._highest = max(self._highest, microbatch)
             if header.requires_grad:
                 self._returning.add((key.edge, microbatch))
-        return SendHandle(jobs, self._wait_sent)
+        return self._sent_by(ways, jobs)
 
     def _job(
         self,
@@ -446,15 +457,12 @@ class Session:
         limits = self._limits
         return Deadline(limits.deadline_s if self._had_message else limits.first_deadline_s)
 
-    def _wait_sent(self, jobs: Sequence[SendJob], deadline_s: float | None) -> None:
-        def ready() -> bool:
-            if not self.open and not all(job.started for job in jobs):
-                raise PeerClosedError(
-                    f"rank {self._rank}: session {self.number} was left before the send"
-                )
-            return all(job.finished for job in jobs)
+    def _sent_by(self, ways: Sequence[WayOut], jobs: Sequence[SendJob]) -> SendHandle:
+        def wait(jobs: Sequence[SendJob], deadline_s: float | None) -> None:
+            sent = [*zip(ways, jobs, strict=True)]
+            self._mail.out.wait_sent(sent, self._deadline(deadline_s))
 
-        self._mail.out.wait_sent(ready, self._deadline(deadline_s))
+        return SendHandle(jobs, wait)
 
     def _check_open(self) -> None:
         if not self.open:

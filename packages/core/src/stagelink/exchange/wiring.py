@@ -19,14 +19,15 @@ from stagelink.errors import (
     StagelinkError,
     TransportError,
 )
+from stagelink.exchange.bound import Bound
 from stagelink.exchange.in_link import InLink
 from stagelink.exchange.out_link import OutLink
-from stagelink.exchange.port import other_end, port_of
+from stagelink.exchange.port import other_end, port_of, post_for
 from stagelink.exchange.topology import routes_of
 from stagelink.exchange.ways import WayIn, WayOut
 from stagelink.exchange.window import Window
 from stagelink.transport.choice import Choice, choose
-from stagelink.transport.contract import Link
+from stagelink.transport.contract import Link, Receiver, Sender
 from stagelink.transport.events import LinkCounters
 from stagelink.transport.header import Direction, Header, MessageKind
 from stagelink.transport.lanes import HostLane
@@ -85,12 +86,16 @@ class Wiring:
         self._ends: dict[Link, LinkEnd] = {}
         self._numbered: dict[int, list[Link]] = {}
         self._openers: list[threading.Thread] = []
+        self._bound = Bound.of(plan.limits)
+        self._towards: defaultdict[int, list[WayOut]] = defaultdict(list)
         self._opening: set[int] = set()
         self._ready: set[int] = set()
         plane.handle(MessageKind.CHOSEN, self._on_chosen)
         plane.handle(MessageKind.NOTE, self._on_note)
         plane.handle(MessageKind.READY, self._on_ready)
         plane.on_failure(self._on_failure)
+        plane.hold_goodbye(self._busy)
+        plane.on_ended(self._on_ended)
 
     # -- choosing
 
@@ -212,24 +217,18 @@ class Wiring:
         transport = transports[link.transport]
         capabilities = transport.capabilities
         lane = transport.lane(link) or HostLane(self.pool.take)
+        fail = partial(self.plane.blame, peer=other_end(link, self.rank))
+        changed = self.plane.changed
         if link.source == self.rank:
-            announce = partial(self._announce, link.target)
-            self._ends[link] = OutLink(
-                link, capabilities, announce, lane, self.plane.changed, self.plane.blame
-            )
+            announce = partial(post_for, self.plane, link, link.target)
+            progress = partial(self._on_progress, link.target)
+            self._ends[link] = OutLink(link, capabilities, announce, lane, progress, fail)
         else:
+            settled = self._ways.settled
             self._ends[link] = InLink(
-                link,
-                capabilities,
-                lane,
-                self._ways.settled,
-                self.plane.changed,
-                self.plane.blame,
+                link, capabilities, lane, self._bound, settled, changed, fail
             )
         self.counters[link] = LinkCounters()
-
-    def _announce(self, peer: int, header: Header, note: bytes, fds: Sequence[int]) -> None:
-        self.plane.post(peer, header, note, fds=fds)
 
     def _number_links(self) -> None:
         by_peer: defaultdict[int, list[Link]] = defaultdict(list)
@@ -248,7 +247,9 @@ class Wiring:
         key = (edge.index, direction, peer)
         if isinstance(end, OutLink):
             window = Window() if direction is Direction.FORWARD else None
-            self._ways.out[key] = WayOut(edge, direction, peer, end, window, counters)
+            way = WayOut(edge, direction, peer, end, window, counters)
+            self._ways.out[key] = way
+            self._towards[peer].append(way)
         elif isinstance(end, InLink):
             self._ways.into[key] = WayIn(edge, direction, peer, end, counters)
 
@@ -278,9 +279,15 @@ class Wiring:
         port = port_of(self, link, end, number)
         with end.lane.entered():
             if isinstance(end, OutLink):
-                end.opened(transport.open_sender(link, port, deadline))
+                sender: object = transport.open_sender(link, port, deadline)
+                if not isinstance(sender, Sender):
+                    raise TransportError(f"{link}: open_sender gives {sender!r}, no Sender")
+                end.opened(sender)
             elif isinstance(end, InLink):
-                end.opened(transport.open_receiver(link, port, deadline))
+                receiver: object = transport.open_receiver(link, port, deadline)
+                if not isinstance(receiver, Receiver):
+                    raise TransportError(f"{link}: open_receiver gives {receiver!r}, no Receiver")
+                end.opened(receiver)
 
     # -- running and closing
 
@@ -292,6 +299,22 @@ class Wiring:
                 f"a note for link {number} with rank {peer}, which has {len(links)}"
             )
         self._ends[links[number]].note(frame.note, frame.take_fds())
+
+    def _on_progress(self, peer: int) -> None:
+        """Something has reached a peer; if it has said goodbye, it may wait for the last of it."""
+        if peer in self.plane.gone:
+            self.plane.part(peer)
+        self.plane.changed()
+
+    def _busy(self, peer: int) -> bool:
+        """Whether a peer that is here is still to get something."""
+        return peer not in self.plane.ended and any(map(_unsent, self._towards[peer]))
+
+    def _on_ended(self, peer: int) -> None:
+        cause = PeerClosedError(f"rank {self.rank}: peer rank {peer} {self.plane.gone[peer]}")
+        for end in self._ends.values():
+            if isinstance(end, OutLink) and end.link.target == peer:
+                end.end_peer(cause)
 
     def _on_failure(self, cause: StagelinkError) -> None:
         for end in self._ends.values():
@@ -307,7 +330,10 @@ class Wiring:
         return tuple(self._ends)
 
     def drain(self, deadline: Deadline) -> dict[Link, int]:
-        """Wait until what was sent, and what was announced, is through, or its peer is gone.
+        """Wait until all that was sent is through, here and at the peers, or these are gone.
+
+        Each peer is told goodbye when nothing is left for it; and what it has queued for this
+        rank is received until it says so, too.
 
         Returns:
             How many messages could not be delivered, of the links that have some.
@@ -317,19 +343,26 @@ class Wiring:
         """
         for end in self._ends.values():
             if isinstance(end, InLink):
-                end.drain()
+                end.drain_for_good()
         self.plane.wait_while_closing(self._drained, deadline)
-        return {
-            link: end.unfinished
-            for link, end in self._ends.items()
-            if isinstance(end, OutLink) and end.unfinished
-        }
+        lost = Counter(
+            {link: end.unfinished for link, end in self._ends.items() if isinstance(end, OutLink)}
+        )
+        for ways in self._towards.values():
+            lost.update({way.link.link: way.window.waiting for way in ways if way.window})
+        return dict(+lost)
 
     def _drained(self) -> bool:
-        return all(
-            not end.unfinished or (end.idle and other_end(link, self.rank) in self.plane.gone)
-            for link, end in self._ends.items()
+        plane = self.plane
+        parted = [plane.part(peer) for peer in plane.peers]  # all of them, now
+        return all(parted) and all(
+            peer in plane.gone and self._taken_in(peer) for peer in plane.peers
         )
+
+    def _taken_in(self, peer: int) -> bool:
+        """Whether nothing of a peer that is gone is still coming in."""
+        ends = (end for link, end in self._ends.items() if link.source == peer)
+        return all(not end.unfinished or end.idle for end in ends)
 
     def close(self, deadline: Deadline) -> None:
         """Give every end back, also where one raises; what is still being opened is waited for."""
@@ -340,3 +373,7 @@ class Wiring:
         with ExitStack() as ends:
             for end in self._ends.values():
                 ends.callback(end.close, deadline)
+
+
+def _unsent(way: WayOut) -> bool:
+    return bool(way.link.unfinished or (way.window is not None and way.window.waiting))

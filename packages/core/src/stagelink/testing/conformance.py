@@ -300,6 +300,23 @@ class TransportConformance:
         """A session left with messages unread harms neither the next one nor the close."""
         run(drivers.unread_at_close)
 
+    @pytest.mark.parametrize("size_bytes", [100, 300_000])
+    def test_sends_outlive_their_session(self, run: Callable[..., Any], size_bytes: int) -> None:
+        """What waits for a place in its window arrives, though session and handler are left."""
+        run(drivers.leaves_with_sends_waiting, size_bytes)
+
+    def test_close_takes_in_what_is_queued(self, run: Callable[..., Any]) -> None:
+        """Messages beyond `in_flight` that nobody receives hold up neither end's close."""
+        run(drivers.closes_with_a_queue, ())
+
+    def test_both_ends_close_at_once(self, run: Callable[..., Any]) -> None:
+        """Nor do messages both ways, none of which is through when both ends begin to close."""
+        run(drivers.closes_with_a_queue, ("both", "late"))
+
+    def test_close_waits_for_a_late_sender(self, run: Callable[..., Any]) -> None:
+        """A close receives from a sender that has done nothing of its part when it begins."""
+        run(drivers.closes_with_a_queue, ("late",))
+
     def test_close_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
         """Closing a link, and the transport, returns in time and raises nothing."""
         _play(run, Scene.CLOSED)

@@ -12,12 +12,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import PrefixStore
 
-from stagelink.errors import DeadlineError, StagelinkError
+from stagelink.errors import DeadlineError, PeerClosedError, StagelinkError
+from stagelink.testing.late import late
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.samples import awkward_tensors, difference, same_bits, tensors_of_sizes
 from stagelink.testing.serving import report
@@ -27,13 +30,16 @@ from stagelink.testing.threads import run_threads
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from stagelink.exchange.handler import Handler
     from stagelink.exchange.session import Session
 
 __all__ = [
     "Subject",
+    "closes_with_a_queue",
     "closes_without_trace",
     "holds_what_it_received",
     "keeps_sizes",
+    "leaves_with_sends_waiting",
     "numbers_arrived",
     "opens_in_a_triangle",
     "opens_many_edges",
@@ -313,6 +319,87 @@ def unread_at_close(rank: int, world_size: int, store: Store, subject: Subject) 
                 else:
                     session.recv("e0", 0)
                 comm.reduce([0.0])  # nobody leaves before everything is sent
+
+
+def closes_with_a_queue(
+    rank: int, world_size: int, store: Store, subject: Subject, how: Sequence[str]
+) -> None:
+    """Both ranks close with more messages queued than a link has in flight; nobody receives them.
+
+    ``how`` may have the words ``"both"``, messages go both ways, and ``"late"``: no send is
+    through before the other rank has said goodbye or, if messages go both ways, begun to close.
+    """
+    closing, queued, parted = PrefixStore("closing", store), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if queued.is_set() and "both" in how:
+            closing.wait([str(1 - rank)], timedelta(seconds=_SHORT_S))
+        elif queued.is_set():
+            parted.wait(_SHORT_S)
+
+    if "late" in how:
+        subject = subject.wrapped(lambda transport: late(transport, wait))
+    count = 2 * subject.transport().capabilities.in_flight + 4
+    plan_of = partial(Subject.plan, window=2 * count, deadline_s=_SHORT_S)
+    try:
+        with subject.join(rank, world_size, store, plan_of) as comm:
+            _queue(comm, subject, count, queued, both="both" in how)
+            closing.set(str(rank), "1")
+            if rank == 0 and how == ("late",):
+                with suppress(PeerClosedError):
+                    comm.reduce([0.0])  # which rank 1 does not take part in: it has said goodbye
+                parted.set()
+    except StagelinkError as error:
+        raise AssertionError(
+            f"closing with {count} messages queued: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _queue(
+    comm: Handler, subject: Subject, count: int, queued: threading.Event, *, both: bool
+) -> None:
+    """Send messages that nobody receives; ``both``: gradients the other way as well."""
+    first = count if both else 0
+    tensor = subject.on_device(torch.ones(50_000)).requires_grad_()
+    with comm.train(first + count) as session:
+        taken = []
+        for microbatch in range(first):
+            if comm.rank == 0:
+                session.send("e0", tensor, microbatch)
+            else:
+                taken.append(_some(session.recv("e0", microbatch)))
+        comm.reduce([0.0])
+        queued.set()
+        for microbatch, got in enumerate(taken):
+            session.send_grad("e0", torch.ones_like(got), microbatch)
+        for microbatch in range(first, first + count):
+            if comm.rank == 0:
+                session.send("e0", tensor, microbatch)
+        comm.reduce([0.0])  # nobody leaves before everything is sent
+
+
+def leaves_with_sends_waiting(
+    rank: int, world_size: int, store: Store, subject: Subject, size_bytes: int
+) -> None:
+    """Sends that wait for a place are delivered although their session, and the handler, ended."""
+    count = 6
+    plan_of = partial(Subject.plan, deadline_s=_SHORT_S)
+    with (
+        subject.join(rank, world_size, store, plan_of) as comm,
+        comm.evaluate(count) as session,  # its window has fewer places
+    ):
+        for microbatch in range(count):
+            if rank == 0:
+                tensor = torch.full((size_bytes,), microbatch, dtype=torch.uint8)
+                session.isend("e0", subject.on_device(tensor), microbatch)
+            else:
+                try:
+                    got = _some(session.recv("e0", microbatch))
+                except StagelinkError as error:
+                    raise AssertionError(
+                        f"message {microbatch} was sent, and lost as its session was left: {error}"
+                    ) from error
+                assert bool((got == microbatch).all()), f"message {microbatch} arrived changed"
 
 
 def raises_in_user_code(rank: int, world_size: int, store: Store, subject: Subject) -> str:

@@ -21,8 +21,9 @@ from torch.distributed import PrefixStore
 from stagelink.errors import StagelinkError
 from stagelink.testing.ports import MutedPort
 from stagelink.testing.samples import difference, tensors_of_sizes
-from stagelink.testing.watch import SLACK_S, payload_problem
+from stagelink.testing.watch import SLACK_S
 from stagelink.transport.contract import Deadline, Pending, Ready, Receiver, Sender
+from stagelink.transport.payload import payload_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -79,7 +79,11 @@ class Subject:
                 "links": [{"transport": self.name}],
                 "transports": {self.name: dict(self.options)},
                 "control": {"inline_bytes": 0},
-                "limits": {"deadline_s": deadline_s, "first_deadline_s": deadline_s},
+                "limits": {
+                    "deadline_s": deadline_s,
+                    "first_deadline_s": deadline_s,
+                    "close_deadline_s": deadline_s,
+                },
             }
         )
 

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from stagelink.transport.contract import Pending, Ready, Receiver, Sender
+from stagelink.transport.payload import payload_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import torch
 
     from stagelink.transport.contract import (
         Announce,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     )
     from stagelink.transport.header import Header
 
-__all__ = ["SLACK_S", "Watch", "payload_problem", "watched"]
+__all__ = ["SLACK_S", "Watch", "watched"]
 
 SLACK_S = 3.0
 """Seconds that a call may take which has to return at once or by a deadline: tests run on machines
@@ -110,33 +111,6 @@ def watched(transport: type[Transport], watch: Watch) -> type[Transport]:
         "close": close,
     }
     return type(f"Watched{transport.__name__}", (transport,), attributes)
-
-
-def payload_problem(
-    payload: object, size_bytes: int, lent: torch.Tensor | None, device: str = "cpu"
-) -> str | None:
-    """What is wrong with what a receiver gave for a message's payload, in words.
-
-    Args:
-        payload: what its ``finish`` returned, or its `Ready` has.
-        size_bytes: the payload's size.
-        lent: the buffer that it accepted.
-        device: kind of device on which the payload belongs.
-    """
-    if payload is None:
-        return None if lent is not None else "gives None and has accepted no buffer"
-    if not isinstance(payload, torch.Tensor):
-        return f"gives {type(payload).__name__} in place of a tensor"
-    due = f"a flat uint8 tensor of {size_bytes} bytes on {device!r} is due"
-    count = payload.numel()
-    problems = {
-        f"changes the dtype: it gives {payload.dtype}": payload.dtype != torch.uint8,
-        f"truncates: it gives {count} bytes": count < size_bytes,
-        f"gives shape {tuple(payload.shape)}": count > size_bytes or payload.dim() != 1,
-        f"gives strides {payload.stride()}": not payload.is_contiguous(),
-        f"gives a tensor on {payload.device.type!r}": payload.device.type != device,
-    }
-    return next((f"{what}, {due}" for what, wrong in problems.items() if wrong), None)
 
 
 class _Announced:

@@ -255,12 +255,16 @@ class Port(Protocol):
         """
 
     def room(self) -> None:
-        """Ask again the `Sender` whose ``begin`` returned None; returns at once."""
+        """Ask again the `Sender` whose ``begin`` returned None; returns at once.
+
+        Out of a ``begin`` it is asked again when that has returned.
+        """
 
     def sent(self) -> None:
         """The ``finish`` of the oldest message that has begun here will not block: call it now.
 
-        For a `Sender` that says ``tells_sent``; once for each message.
+        For a `Sender` that says ``tells_sent``; once for each message. Out of its ``begin`` or
+        ``finish`` it is done when that has returned.
         """
 
     def fail(self, error: BaseException) -> None:
@@ -274,10 +278,11 @@ class Port(Protocol):
         """Block until ``ready()`` is true; False when the deadline passed first.
 
         ``ready`` is asked again after every message that arrives and after every `Port.wake`; it
-        must be quick and must not block. Wakes on signals.
+        must be quick and must not block. Wakes on signals. Refused in a ``begin``.
 
         Raises:
-            StagelinkError: the handler failed or was closed meanwhile.
+            StagelinkError: the handler failed or was closed meanwhile, or the peer has gone for
+                good; a peer that only says goodbye still takes what is on its way to it.
         """
 
     def pause(self, seconds: float) -> None:
@@ -380,14 +385,20 @@ class Sender(ABC):
         """
 
     def abort(self, cause: BaseException) -> None:
-        """The handler failed: make every blocked ``finish`` return or raise. Returns at once.
+        """Make every blocked ``finish`` return or raise: the handler failed. Returns at once.
+
+        Or, with a `stagelink.PeerClosedError` as its cause, the receiver has closed for good, and
+        only this link is given up: whatever its ``finish`` does then, nothing counts as delivered.
 
         The peer need not see it: core tells it, and aborts its end. But where it does, as the end
         of a stream say, that must not pass for the end of a message.
         """
 
     def close(self, deadline: Deadline) -> None:
-        """Give back what ``open_sender`` took. No message is under way any more."""
+        """Give back what ``open_sender`` took. No message is under way any more.
+
+        On a thread of its own, which is left behind where this does not return by the deadline.
+        """
 
 
 class Receiver(ABC):

@@ -25,6 +25,7 @@ __all__ = [
     "from_raw",
     "has_memory",
     "memory_of",
+    "payload_problem",
     "raw_bytes",
     "target_of",
     "to_bytes",
@@ -296,3 +297,32 @@ def _shaped(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     tensor = flat.view(shape)
     # Torch would not have a view that is made without gradients be written where there are some.
     return tensor if torch.is_grad_enabled() else tensor.detach()
+
+
+def payload_problem(
+    payload: object, size_bytes: int, lent: torch.Tensor | None, device: str = "cpu"
+) -> str | None:
+    """What is wrong with what a receiver gave for a message's payload, in words.
+
+    Args:
+        payload: what its ``finish`` returned, or its `Ready` has.
+        size_bytes: the payload's size.
+        lent: the buffer that it accepted.
+        device: kind of device on which the payload belongs.
+    """
+    if payload is None:
+        return None if lent is not None else "gives None and has accepted no buffer"
+    if not isinstance(payload, torch.Tensor):
+        return f"gives {type(payload).__name__} in place of a tensor"
+    due = f"a flat uint8 tensor of {size_bytes} bytes on {device!r} is due"
+    if payload.layout is not torch.strided:
+        return f"gives a tensor of layout {payload.layout}, {due}"
+    count = payload.numel()
+    problems = {
+        f"changes the dtype: it gives {payload.dtype}": payload.dtype != torch.uint8,
+        f"truncates: it gives {count} bytes": count < size_bytes,
+        f"gives shape {tuple(payload.shape)}": count > size_bytes or payload.dim() != 1,
+        f"gives strides {payload.stride()}": not payload.is_contiguous(),
+        f"gives a tensor on {payload.device.type!r}": payload.device.type != device,
+    }
+    return next((f"{what}, {due}" for what, wrong in problems.items() if wrong), None)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
-import weakref
 from functools import cached_property
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -18,6 +14,7 @@ from stagelink.errors import MessageError, MessageTypeError, RefusedError
 from stagelink.exchange.arrival import Arrival
 from stagelink.exchange.joint import Joint
 from stagelink.exchange.topology import routes_of
+from stagelink.exchange.unclosed import closed, opened
 from stagelink.exchange.ways import Ways
 from stagelink.interop.c10d.mailbox import Address, Mailbox
 from stagelink.transport.choice import asked_for
@@ -45,7 +42,6 @@ _WINDOW = 16
 
 _EXIT_S = 1.0
 _MAX_TEXT_BYTES = 64 * 1024
-_open: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class _NoMessage(dist.DistBackendError, MessageError):
@@ -101,8 +97,8 @@ class Mesh(Joint):
         self.wire(self._ways)
         # In place of what `Wiring` does with it: here a peer is ready when it has begun to open.
         self.plane.handle(MessageKind.READY, self._on_ready)
-        _open.add(self)
-        _leave_at_a_childs_end()
+        self._closed = False
+        opened(self)
         try:
             self._join(Deadline(patience_s))
         except BaseException as error:
@@ -194,51 +190,21 @@ class Mesh(Joint):
 
     def close(self, deadline: Deadline) -> dict[Link, int]:
         """As `Joint.close`; the second time, or in a fork, nothing is done."""
-        if self.plane.forked or self not in _open:
+        if self.plane.forked or self._closed:
             return {}
-        _open.discard(self)
+        self._closed = True
+        closed(self)
         lost = super().close(deadline)
         for link, count in lost.items():
             logger.warning("rank %d: closed with %d not delivered on %s", self.rank, count, link)
         return lost
 
-    def leave(self) -> None:
-        """Deliver what was sent, as long as `close` may take in all, and close at once."""
+    def leave(self, error: BaseException | None) -> None:
+        """Deliver what was sent, as long as `close` may take in all, and close at once.
+
+        A program may end without `destroy_process_group`: that is no death, nor is an error.
+        """
+        del error
         if not self.plane.forked:
             self._drain(Deadline(self.plan.limits.close_deadline_s))
             self.close(Deadline(_EXIT_S))
-
-
-# -- a program may end without `destroy_process_group`: that is no death
-
-
-def _leave_all() -> None:
-    for mesh in tuple(_open):
-        mesh.leave()
-
-
-# After the import of multiprocessing, and so run before its own; its children that were forked
-# skip both.
-atexit.register(_leave_all)
-_finalizer: Finalize | None = None
-
-
-def _leave_at_a_childs_end() -> None:
-    global _finalizer  # noqa: PLW0603 - each process has one, and a fork must make its own
-    if _finalizer is None or not _finalizer.still_active():
-        _finalizer = Finalize(None, _leave_behind_threads, exitpriority=0)
-
-
-def _leave_behind_threads() -> None:
-    """Leave when the threads of a child are through: it waits for them, but only after this."""
-    if _open:
-        threading.Thread(target=_join_and_leave, name="stagelink-leave").start()
-
-
-def _join_and_leave() -> None:
-    own = {threading.current_thread(), threading.main_thread()}
-    while others := [
-        thread for thread in threading.enumerate() if not thread.daemon and thread not in own
-    ]:
-        others[0].join()
-    _leave_all()

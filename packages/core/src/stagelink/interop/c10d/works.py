@@ -212,8 +212,8 @@ class SendWork(_MessageWork):
             return
         job, link = self._way
         peer, plane = link.link.target, self._mesh.plane
-        if peer in plane.gone and link.idle and not job.finished:
-            plane.check_here(peer, "room for a message")
+        if link.idle and not job.finished:
+            plane.check_reached(peer, "room for a message")
 
 
 class RecvWork(_MessageWork):
