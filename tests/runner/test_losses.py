@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import stagelink
 from stagelink import BackwardDone, LossSum, PipelineRunner
 from stagelink.runner.losses import counting, module_of, reduction_of
+from stagelink.runner.scores import Scores, means
 from tests.runner.models import (
     CLASSES,
     SKIP,
@@ -406,7 +407,7 @@ def by_hand(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target, ignore_index=1)
 
 
-# -- halves
+# -- narrow types
 
 
 def test_a_sum_of_halves_is_no_half() -> None:
@@ -423,6 +424,27 @@ def test_a_sum_of_halves_is_no_half() -> None:
     assert (none.sum.item(), float(none.weight)) == (0, 0)
 
 
+def test_what_is_reported_is_added_up_as_doubles() -> None:
+    """Items times a value may be beyond its type, or between two of its numbers."""
+    for dtype, value in ((torch.float16, 100.0), (torch.bfloat16, 1.515625), (torch.uint8, 3.0)):
+        given = torch.tensor(value, dtype=dtype)
+        metrics: Any = {"same": lambda output, target: output}
+        scores = Scores(lambda output, target: output, "mean", metrics, trains=False, apart=False)
+        for items in (1000, 3):
+            scores.add(given, None, items, 1003)
+        assert means(scores.totals(), "mean") == [value, value]
+
+
+@pytest.mark.parametrize("weights", [None, torch.rand(200)], ids=["", "weighted"])
+def test_targets_of_bytes(weights: torch.Tensor | None) -> None:
+    """As bytes -100, which is ignored, would be 156, which is a class."""
+    output = torch.randn(4, 200)
+    target = torch.tensor([156, 7, 0, 156], dtype=torch.uint8)
+    loss = torch.nn.CrossEntropyLoss(weight=weights)
+    found = counting(loss)(output, target)  # type: ignore[misc]
+    torch.testing.assert_close((found.sum / found.weight).float(), loss(output, target))
+
+
 # -- what is known
 
 
@@ -432,20 +454,25 @@ class Flattening(torch.nn.CrossEntropyLoss):
 
 
 class Renamed(torch.nn.CrossEntropyLoss):
-    pass
+    def tripled(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return 3 * self(output, target)
 
 
 def test_what_is_known_of_losses() -> None:
     nn, partial = torch.nn, functools.partial
     for known in (Renamed(), nn.NLLLoss(), partial(nn.CrossEntropyLoss()), F.nll_loss):
         assert counting(known) is not None
-    for compiled in (F.nll_loss, nn.CrossEntropyLoss()):
+    for bound in (Renamed().forward, Renamed().__call__):
+        assert counting(bound) is not None
+    for compiled in (F.nll_loss, nn.CrossEntropyLoss(), nn.NLLLoss().forward):
         assert counting(torch.compile(compiled, backend="eager")) is not None
     learnt = nn.LinearCrossEntropyLoss(2, CLASSES)
     assert counting(learnt) is not None
     assert module_of(partial(learnt, extra=1)) is learnt
-    for other in (Flattening(), nn.MSELoss(), nn.NLLLoss(reduction="sum"), token_loss, max):
+    others = (nn.MSELoss(), nn.NLLLoss(reduction="sum"), Renamed().tripled, token_loss, max)
+    for other in (Flattening(), *others):
         assert counting(other) is None
+    assert module_of((renamed := Renamed()).tripled) is renamed
     said = {
         nn.MSELoss(): "mean",
         nn.KLDivLoss(reduction="batchmean"): "mean",
@@ -539,6 +566,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sum of a mean": (returning(lambda loss: LossSum(loss, 1)), SUM, "return its sum"),
     "alternating": (alternating(), {}, "keep to one"),
     "own forward": (Flattening(), {}, "of its own or scripted, so what its mean counts is not"),
+    "another method": (Renamed().tripled, {}, "of its own or scripted, so what its mean counts"),
     "scripted": (scripted(), {}, "of its own or scripted, so what its mean counts is not known"),
 }
 

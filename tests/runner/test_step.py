@@ -223,6 +223,20 @@ class ComplexLayer(torch.nn.Module):
         return self.inner(x.to(torch.complex128)).abs()  # type: ignore[no-any-return]
 
 
+class Conjugated(Model):
+    """Gradients that are views of their conjugates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages[0] = ConjugatedLayer()
+
+
+class ConjugatedLayer(ComplexLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.inner.weight.conj()
+        return (x.to(torch.complex128).unsqueeze(1) * weight).sum(dim=2).abs()
+
+
 class Tied(Model):
     """One parameter under two names."""
 
@@ -287,7 +301,7 @@ def clipped_alone(kind: type[Model]) -> Model:
             optimizer.zero_grad()
         output = model.stages[1](h0=model.stages[0](x=batch["x"]))
         model.loss(output, batch["target"]).backward()
-        torch.nn.utils.clip_grad_norm_(model.all(), CLIP_NORM)
+        torch.nn.utils.clip_grad_norm_(model.all(), CLIP_NORM, foreach=False)
         for optimizer in optimizers:
             optimizer.step()
     return model
@@ -297,7 +311,8 @@ def clipped_alone(kind: type[Model]) -> Model:
 def test_all_that_is_trained_is_clipped_and_saved(
     replicas: tuple[int, ...], rank_pool: RankPool
 ) -> None:
-    kinds = [Model, WithLoss, LearntClasses, InNoModule, Beside, Complex, Tied, Infinite, NoNumber]
+    kinds = [Model, WithLoss, LearntClasses, InNoModule, Beside, Complex, Conjugated, Tied]
+    kinds += [Infinite, NoNumber]
 
     def case(comm: Handler) -> list[tuple[int, Weights, Weights]]:
         return [clipped(comm, kind) for kind in kinds]

@@ -49,6 +49,7 @@ def check_both_ways(tensor: torch.Tensor) -> None:
     assert same_bits(tensor, before)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_dtype_of_the_table_is_known_to_torch() -> None:
     for dtype in DTYPES:
         known = content_of(torch.empty(0, dtype=getattr(torch, dtype.name)))[1]
@@ -127,6 +128,20 @@ def test_into_data_it_is_written_and_nowhere_else(make: tensors.Make) -> None:
         target.add_(1)
     assert not target.requires_grad
     assert bytes_of(given).view(torch.float32).tolist() == (VALUES + 1).tolist()
+
+
+def test_what_requires_a_gradient_does_so_where_there_are_none() -> None:
+    leaf = VALUES.clone().requires_grad_()
+    for given in (
+        leaf.as_subclass(tensors.Methods),
+        leaf.as_subclass(tensors.Overriding),
+        tensors.zeros(VALUES).requires_grad_(),
+        tensors.collected_from(leaf),
+    ):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                content = content_of(given)[0]
+            assert content.requires_grad
 
 
 def test_a_lazy_copy_is_no_longer_one_when_it_is_written() -> None:

@@ -102,12 +102,12 @@ def counting(score: Any) -> Callable[[Any, Any], LossSum] | None:
 def is_mean_of_unknown(score: Any) -> bool:
     """Whether it is made of one of torch's cross entropies, and what it counts is not known.
 
-    That is one with a forward of its own, and one that was scripted.
+    That is one with a forward of its own, another method of one, and one that was scripted.
     """
     found = module_of(score)
     if isinstance(found, torch.jit.ScriptModule):
         return found.original_name in {known.__name__ for known in _MODULES}
-    return isinstance(found, _MODULES) and not _is_own(found)
+    return isinstance(found, _MODULES) and not (found is _plain(score) and _is_own(found))
 
 
 def elements_of(score: Any, output: Any, target: Any) -> int | None:
@@ -127,8 +127,9 @@ def elements_of(score: Any, output: Any, target: Any) -> int | None:
 
 
 def module_of(score: Any) -> torch.nn.Module | None:
-    """The module that a loss is, or wraps; it may have parameters."""
+    """The module that a loss is, wraps, or is a method of; it may have parameters."""
     found, _ = _function(_plain(score))
+    found = found.__self__ if isinstance(found, MethodType) else found
     return found if isinstance(found, torch.nn.Module) else None
 
 
@@ -150,14 +151,20 @@ def _plain(score: Any) -> Any:
     """Without what wraps it: `torch.compile`, a partial that adds nothing, a bound ``forward``."""
     if type(score).__name__ == "OptimizedModule":
         return _plain(score._orig_mod)
-    if isinstance(score, MethodType) and isinstance(score.__self__, torch.nn.Module):
+    if isinstance(score, MethodType) and _is_call(score):
         return _plain(score.__self__)
     if isinstance(score, functools.partial) and not score.args:
         inner = _plain(score.func)
         return functools.partial(inner, **score.keywords) if score.keywords else inner
-    while _is_compiled(score):
-        score = score.__wrapped__
-    return score
+    return _plain(score.__wrapped__) if _is_compiled(score) else score
+
+
+def _is_call(method: MethodType) -> bool:
+    """Whether it does what its module does when that is called."""
+    owner: Any = type(method.__self__)
+    if not issubclass(owner, torch.nn.Module):
+        return False
+    return method.__func__ is owner.forward or method.__func__ is owner.__call__
 
 
 def _is_compiled(function: Any) -> bool:
@@ -246,10 +253,11 @@ def _weight(target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> 
     if target.is_floating_point():  # probabilities of the classes: the weights do not count
         classes = target.shape[0 if target.dim() == 1 else 1]
         return torch.tensor(target.numel() / max(classes, 1), dtype=torch.float64)
+    target = target.long()  # uint8 is taken, too, and -100 would be 156
     kept = target != ignored
     if weight is None:
         return kept.sum(dtype=torch.float64)
-    flat = torch.where(kept, target, 0).flatten().long()
+    flat = torch.where(kept, target, 0).flatten()
     return (weight.detach()[flat] * kept.flatten()).sum(dtype=torch.float64)
 
 

@@ -27,7 +27,7 @@ __all__ = ["Counted", "Scores", "means"]
 _Total = torch.Tensor | float
 
 _UNKNOWN = (
-    "{} is made of a cross entropy of torch, with a forward of its own or scripted, so what its "
+    "{} is made of a cross entropy of torch, with a method of its own or scripted, so what its "
     "mean counts is not known: let it return stagelink.LossSum(sum, weight)"
 )
 
@@ -115,7 +115,7 @@ class Scores:
             elif is_mean_of_unknown(metric):
                 raise UsageError(_UNKNOWN.format(what))
             else:
-                self._count(place, one_number(what, value) * items, items)
+                self._count(place, one_number(what, value), items, times=items)
         return share.detach() if self.backward_done else share
 
     def _share(
@@ -128,7 +128,7 @@ class Scores:
             loss = one_number("the loss", result)
             if self._mean and self._trains and not self._apart:
                 self._check_elements(elements_of(self._loss, output, target), items)
-            self._count(0, loss * items if self._mean else loss, items)
+            self._count(0, loss, items, times=items if self._mean else 1)
             return loss * (items / of_items) if self._mean else loss
         total, weight = _pair("the loss", result)
         self._last_weight = weight
@@ -143,9 +143,10 @@ class Scores:
         self._weight = self._weight + weight / unit
         return total / unit
 
-    def _count(self, place: int, value: torch.Tensor, weight: _Total) -> None:
-        # Stays on its device: to ask for the number would wait for a GPU.
-        self._sums[place] = self._sums[place] + value.detach().double().reshape(())
+    def _count(self, place: int, value: torch.Tensor, weight: _Total, *, times: int = 1) -> None:
+        # Stays on its device: to ask for the number would wait for a GPU. As a double first: the
+        # product may be beyond what a half or an uint8 can hold.
+        self._sums[place] = self._sums[place] + value.detach().double().reshape(()) * times
         self._weights[place] = self._weights[place] + weight
 
     def _check_kind(self, *, counts: bool) -> None:

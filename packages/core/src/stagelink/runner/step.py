@@ -152,7 +152,8 @@ def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> float:
     norms: defaultdict[torch.device, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         dense = gradient.coalesce().values() if gradient.is_sparse else gradient
-        real = torch.view_as_real(dense) if dense.is_complex() else dense
+        # A conjugate may be a view, of which there is no view as real numbers.
+        real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
         norms[gradient.device].append(torch.linalg.vector_norm(real, dtype=torch.float64))
     # One wait for each device, not for each gradient.
     return sum(float(torch.stack(of_one).square().sum()) for of_one in norms.values())

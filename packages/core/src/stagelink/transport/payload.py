@@ -126,6 +126,8 @@ def memory_of(given: object, *, written: bool = False) -> tuple[torch.Tensor, DT
         )
     if not has_memory(tensor):
         tensor = _materialised(tensor, written=written)
+    if tensor is not given:
+        tensor = _requiring(tensor, given)
     if written and _shares_elements(tensor):
         raise MessageError(
             f"elements of the tensor share their memory (shape {list(tensor.shape)}, strides "
@@ -184,6 +186,16 @@ def _unwrapped(given: object) -> torch.Tensor:
     return plain
 
 
+def _requiring(tensor: torch.Tensor, given: Any) -> torch.Tensor:
+    """The tensor, which requires a gradient if ``given`` does, also where gradients are off."""
+    with torch._C.DisableTorchFunctionSubclass():
+        wanted = given.requires_grad
+    if not wanted or tensor.requires_grad:
+        return tensor
+    with outside_modes():
+        return tensor.detach().requires_grad_()
+
+
 def _waited_for(given: Any, kind: type) -> torch.Tensor:
     """The result of an asynchronous collective."""
     # Not at the top: whoever has such a tensor has loaded it.
@@ -196,8 +208,6 @@ def _waited_for(given: Any, kind: type) -> torch.Tensor:
         raise MessageTypeError(f"a {_name(kind)} has no strided memory of its own: {hint}")
     with outside_modes():
         tensor = given.trigger_wait()
-        if given.requires_grad and not tensor.requires_grad:
-            tensor = tensor.detach().requires_grad_()
     return tensor if type(tensor) is torch.Tensor else _unwrapped(tensor)
 
 
