@@ -13,7 +13,7 @@ import torch
 from stagelink import PipelineRunner, StagelinkError, UsageError
 from tests.runner.models import build, line, make_batches, sgd, tensors_of
 from tests.support.pipelines import LOOPBACK, Ranks
-from tests.sweep.values import Call, complaint, variants
+from tests.sweep.values import Call, Hostile, complaint, variants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +31,13 @@ class Greedy(torch.optim.SGD):
 
     def step(self, closure: Any) -> None:  # type: ignore[override]
         del closure
+
+
+class Zeroing(torch.optim.SGD):
+    """Has a way of its own to forget gradients."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
 
 
 class Wanting:
@@ -77,7 +84,7 @@ HANDLER = "must be the handler that"
 OPTIMIZER = "must be a torch.optim.Optimizer, or a list of them"
 SCHEDULER = "must be a torch.optim.lr_scheduler.LRScheduler, or a list of them"
 FUNCTION = "must be a function of output and target"
-NORM = "must be above 0, or None"
+NORM = "above 0, or None"
 
 MADE: list[tuple[Callable[[torch.nn.Module], dict[str, Any]], tuple[str, ...]]] = [
     # the handler and the module
@@ -110,7 +117,8 @@ MADE: list[tuple[Callable[[torch.nn.Module], dict[str, Any]], tuple[str, ...]]] 
     (given(metrics={"loss": abs}), ("metric 'loss': the name is taken",)),
     *each("progress", ("progress is", "must be True or False"), (None, "yes", 2, [])),
     # the norm
-    *each("clip_norm", ("clip_norm", NORM), (0, -1, "1", [], math.nan, True, 1j)),
+    *each("clip_norm", ("clip_norm", f"must be {NORM}"), (0, -1, math.nan)),
+    *each("clip_norm", ("clip_norm", f"must be a number {NORM}"), ("1", [], True, 1j)),
     # optimizers
     *each("optimizer", ("optimizer is", OPTIMIZER), (1, "sgd", abs, {}, object())),
     (given(optimizer=torch.optim.SGD), ("the class SGD", "so an instance: SGD(…)")),
@@ -119,6 +127,7 @@ MADE: list[tuple[Callable[[torch.nn.Module], dict[str, Any]], tuple[str, ...]]] 
     (given(optimizer=[None]), ("optimizer is None", OPTIMIZER)),
     (twice, ("the same one is there twice",)),
     (optimized(torch.optim.LBFGS), ("optimizer LBFGS: its step() wants 'closure'",)),
+    (optimized(Zeroing), ("optimizer Zeroing: its zero_grad() is called with set_to_none=True",)),
     (optimized(Greedy), ("optimizer Greedy: its step() wants 'closure'",)),
     (
         given(optimizer=stranger()),
@@ -429,6 +438,12 @@ def test_states_that_do_not_fit(run: Callable[..., Any]) -> None:
             ({**state, "optimizer": [state["optimizer"]] * 2}, "has 2 optimizers, the runner 1"),
             (runner_of(cross_entropy, scheduled=True).state_dict(), "has a scheduler, the runner"),
             (runner_of(cross_entropy, more=1).state_dict(), "tensors of shapes []; in the state"),
+            ({**state, "others": None}, "'others' in a state is a list of tensors; got None"),
+            ({**state, "others": [1]}, "is a list of tensors; got [1]"),
+            (
+                {**state, "stage": Hostile()},
+                "this is the state of stage <tests.sweep.values.Hostile object",
+            ),
             *([(learnt.state_dict(), "the state of stage 's1' has a loss")] * last),
         ]
         for bad, text in refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,6 +101,8 @@ def test_a_norm_that_bounds_nothing_is_refused() -> None:
         with joined(rank, world_size, store, plan) as comm:
             with pytest.raises(UsageError, match="clip_norm 0: must be above 0"):
                 PipelineRunner(comm, build(line(2), comm.stage.index), clip_norm=0)
+            # Any real number, as one of numpy's.
+            PipelineRunner(comm, build(line(2), comm.stage.index), clip_norm=Fraction(1, 2))  # type: ignore[arg-type]
             return "refused"
 
     assert run_threads(rank, 2) == ["refused"] * 2

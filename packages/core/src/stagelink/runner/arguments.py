@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
+from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -125,8 +126,10 @@ def steppers_of(optimizer: object, scheduler: object, clip_norm: object) -> Step
 def _norm(value: object) -> float | None:
     if value is None:
         return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UsageError(f"clip_norm {shown(value)}: must be a number above 0, or None")
     try:
-        found = float(value) if type(value) is int or isinstance(value, float) else math.nan
+        found = float(value)
     except OverflowError:  # a whole number beyond all floats
         found = math.nan
     if not found > 0:
@@ -160,6 +163,19 @@ def _check_optimizer(value: Any) -> None:
             "forward and backward of the whole model, which the schedule does: use an optimizer "
             "whose step() needs nothing"
         )
+    _check_zero_grad(value)
+
+
+def _check_zero_grad(optimizer: Any) -> None:
+    try:
+        inspect.signature(optimizer.zero_grad).bind(set_to_none=True)
+    except ValueError:  # a function that does not say
+        return
+    except TypeError as error:
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__}: its zero_grad() is called with "
+            f"set_to_none=True, as torch's own take it: {error}"
+        ) from error
 
 
 def _check_scheduler(value: Any, optimizers: Sequence[Any]) -> None:

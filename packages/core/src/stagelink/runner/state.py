@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stagelink.arguments import shown
 from stagelink.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,9 +90,10 @@ class State:
                 f"{self._who}: this is no state of a runner: it has no "
                 f"{', '.join(map(repr, missing))}"
             )
-        if state["stage"] != self._stage:
+        stage = state["stage"]
+        if not isinstance(stage, str) or stage != self._stage:
             raise UsageError(
-                f"{self._who}: this is the state of stage {state['stage']!r}; the rank holds "
+                f"{self._who}: this is the state of stage {shown(stage)}; the rank holds "
                 f"stage {self._stage!r}"
             )
         # States of before had neither the loss nor others.
@@ -132,6 +134,12 @@ class State:
         return list(listed)
 
     def _check_others(self, values: Any) -> None:
+        if not isinstance(values, (list, tuple)) or not all(
+            isinstance(value, torch.Tensor) for value in values
+        ):
+            raise UsageError(
+                f"{self._who}: 'others' in a state is a list of tensors; got {shown(values)}"
+            )
         own = [tuple(tensor.shape) for tensor in self._trained.in_no_module()]
         theirs = [tuple(value.shape) for value in values]
         if own != theirs:
