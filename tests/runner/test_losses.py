@@ -511,6 +511,17 @@ def alternating() -> Any:
     return loss
 
 
+def backward_at_times() -> Any:
+    calls: list[None] = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> Any:
+        calls.append(None)
+        found = LossSum(F.cross_entropy(output, target, reduction="sum"), len(target))
+        return backward_in_loss(output, target) if len(calls) == 2 else found
+
+    return loss
+
+
 def detached(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target).detach()
 
@@ -565,6 +576,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "sum of a mean": (returning(lambda loss: LossSum(loss, 1)), SUM, "return its sum"),
     "alternating": (alternating(), {}, "keep to one"),
+    "backward at times": (backward_at_times(), {}, "for some microbatches of a batch and not for"),
     "own forward": (Flattening(), {}, "of its own or scripted, so what its mean counts is not"),
     "another method": (Renamed().tripled, {}, "of its own or scripted, so what its mean counts"),
     "scripted": (scripted(), {}, "of its own or scripted, so what its mean counts is not known"),

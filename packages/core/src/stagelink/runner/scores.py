@@ -83,7 +83,7 @@ class Scores:
         self._sums: list[_Total] = [0.0] * (1 + len(metrics))
         self._weights: list[_Total] = [0.0] * (1 + len(metrics))
         self._counts: bool | None = None
-        self._weight: _Total = 0.0
+        self._by_own: dict[bool, _Total] = {False: 0.0, True: 0.0}
         self._last_weight: _Total | None = None
         self.backward_done = False
 
@@ -140,7 +140,7 @@ class Scores:
             return total * each * (items / of_items)
         # Only the batch's end tells its weight. Its items stand in, so that halves have room.
         unit = 1 if self.backward_done else of_items
-        self._weight = self._weight + weight / unit
+        self._by_own[self.backward_done] = self._by_own[self.backward_done] + weight / unit
         return total / unit
 
     def _count(self, place: int, value: torch.Tensor, weight: _Total, *, times: int = 1) -> None:
@@ -195,11 +195,20 @@ class Scores:
         return self._last_weight is not None and not float(self._last_weight)
 
     def finish_batch(self) -> Counted:
-        """What the batch's losses counted here, before the next one begins. Waits for a GPU."""
-        found = Counted(self._counts, float(self._weight))
-        self._weight = 0.0
+        """What the batch's losses counted here, before the next one begins. Waits for a GPU.
+
+        Raises:
+            UsageError: some of them ran their own backward, and others did not.
+        """
+        weights = [float(weight) for weight in self._by_own.values()]
+        if all(weights):
+            raise UsageError(
+                "the loss has run its own backward for some microbatches of a batch and not for "
+                "others, and their gradients are of different scales: keep to one"
+            )
+        self._by_own = {False: 0.0, True: 0.0}
         self._of_elements = None
-        return found
+        return Counted(self._counts, sum(weights))
 
     def totals(self) -> list[float]:
         """Loss and metrics, to be added over ranks and given to `means`: sums, then weights."""
