@@ -266,7 +266,8 @@ def test_c038_the_peer_never_sends(any_ranks: Ranks) -> None:
     assert end.kind == "DeadlineError"
     assert end.text == (
         "rank 1: nothing came from rank 0 on edge 'h' within 1 s; expected microbatch 0 "
-        "(forward, session 0), got nothing yet in this session"
+        "(forward, session 0), got nothing yet in this session; rank 0 waits for rank 1 "
+        "(reduction 0), so the ranks wait for each other in a cycle"
     )
     assert 1 <= end.seconds < 3
 
