@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import stagelink
 from stagelink import BackwardDone, LossSum, PipelineRunner
-from stagelink.runner.losses import counting, module_of, reduction_of
+from stagelink.runner.losses import counting, elements_of, module_of, reduction_of
 from stagelink.runner.scores import Scores, means
 from tests.runner.models import (
     CLASSES,
@@ -629,6 +629,19 @@ def test_a_mean_over_elements_of_which_items_have_more_or_fewer(rank_pool: RankP
     plan = ranks.plan((1, 1), tensors_of(line(2)), microbatches=2)
     for found in ranks.run(plan, case):
         assert "6 of 2 items in this microbatch, 3 of 2 in one before it, of the same" in found
+
+
+def test_torchs_losses_that_are_means_over_elements() -> None:
+    nn, output, target = torch.nn, torch.ones(2, 3), torch.ones(2, 1)
+    for loss in (nn.HuberLoss(), nn.KLDivLoss(), nn.HingeEmbeddingLoss(), F.kl_div):
+        assert elements_of(loss, output, target) == 6
+    for other in (
+        nn.KLDivLoss(reduction="batchmean"),
+        functools.partial(F.kl_div, reduction="batchmean"),
+        nn.MultiLabelMarginLoss(),
+        nn.CrossEntropyLoss(),
+    ):
+        assert elements_of(other, output, target) is None
 
 
 def test_replicas_that_return_different_kinds(rank_pool: RankPool) -> None:

@@ -118,9 +118,11 @@ def elements_of(score: Any, output: Any, target: Any) -> int | None:
         output: what it is called with.
         target: the same.
     """
-    found, _ = _function(_plain(score))
+    found, keys = _function(_plain(score))
     if not isinstance(found, _ELEMENTWISE) and found not in _ELEMENTWISE_FUNCTIONS:
         return None
+    if keys.get("reduction", getattr(found, "reduction", None)) == "batchmean":
+        return None  # a mean over items
     if not isinstance(output, torch.Tensor):
         return None
     return max(output.numel(), target.numel() if isinstance(target, torch.Tensor) else 0)
@@ -188,7 +190,9 @@ _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _ELEMENTWISE = (
     torch.nn.BCELoss,
     torch.nn.BCEWithLogitsLoss,
+    torch.nn.HingeEmbeddingLoss,
     torch.nn.HuberLoss,
+    torch.nn.KLDivLoss,
     torch.nn.L1Loss,
     torch.nn.MSELoss,
     torch.nn.PoissonNLLLoss,
@@ -198,7 +202,9 @@ _ELEMENTWISE = (
 _ELEMENTWISE_FUNCTIONS = (
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
+    functional.hinge_embedding_loss,
     functional.huber_loss,
+    functional.kl_div,
     functional.l1_loss,
     functional.mse_loss,
     functional.poisson_nll_loss,
