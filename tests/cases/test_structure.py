@@ -217,7 +217,8 @@ def test_c074_fewer_tensors_than_expected(any_ranks: Ranks) -> None:
     assert receiver.kind == "DeadlineError"
     assert receiver.text == (
         "rank 1: nothing came from rank 0 on edge 'c' within 0.5 s; expected microbatch 0 "
-        "(forward, session 0), got nothing yet in this session"
+        "(forward, session 0), got nothing yet in this session; rank 0 waits for rank 1 "
+        "(reduction 0), so the ranks wait for each other in a cycle"
     )
     assert sender.text == f"rank 1 reports: {receiver.text}"
     assert max(sender.seconds, receiver.seconds) < 5
