@@ -574,6 +574,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "losses add up to -",
     ),
+    "infinite tensor": (
+        returning(lambda loss: LossSum(loss, torch.tensor(math.inf))),
+        {},
+        "losses add up to inf",
+    ),
     "sum of a mean": (returning(lambda loss: LossSum(loss, 1)), SUM, "return its sum"),
     "alternating": (alternating(), {}, "keep to one"),
     "backward at times": (backward_at_times(), {}, "for some microbatches of a batch and not for"),
@@ -629,6 +634,20 @@ def test_a_mean_over_elements_of_which_items_have_more_or_fewer(rank_pool: RankP
     plan = ranks.plan((1, 1), tensors_of(line(2)), microbatches=2)
     for found in ranks.run(plan, case):
         assert "6 of 2 items in this microbatch, 3 of 2 in one before it, of the same" in found
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan])
+def test_weights_that_make_no_sense_where_nothing_is_scaled_by_their_sum(weight: float) -> None:
+    """In an evaluation, and in an asynchronous schedule."""
+
+    def metric(output: torch.Tensor, target: torch.Tensor) -> LossSum:
+        return LossSum(output, torch.tensor(weight))
+
+    for loss, metrics in ((metric, {}), (lambda output, target: output, {"m": metric})):
+        scores = Scores(loss, "mean", metrics, trains=False, apart=True)
+        scores.add(torch.tensor(2.0), None, 1, 1)
+        with pytest.raises(stagelink.UsageError, match="or of a metric, add up to "):
+            means(scores.totals(), "mean")
 
 
 def test_torchs_losses_that_are_means_over_elements() -> None:

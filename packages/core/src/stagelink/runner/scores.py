@@ -216,9 +216,16 @@ class Scores:
 
 
 def means(totals: Sequence[float], reduction: Reduction) -> list[float]:
-    """All ranks' totals as results: means, but for a loss that is a sum; nan without a weight."""
+    """All ranks' totals as results: means, but for a loss that is a sum; nan without a weight.
+
+    Raises:
+        UsageError: the weights make no sense.
+    """
     half = len(totals) // 2
     sums, weights = totals[:half], totals[half:]
+    for weight in weights:
+        if not 0 <= weight < math.inf:
+            raise UsageError(f"the weights of the losses, or of a metric, add up to {weight}")
     results = [s / w if w else math.nan for s, w in zip(sums, weights, strict=True)]
     return [sums[0], *results[1:]] if reduction == "sum" else results
 

@@ -120,7 +120,7 @@ class OptimizerStep:
                 counts, weight = self._comm.reduce([bool(counted.counts), counted.weight])
             if self._counts is None:
                 self._counts = counts > 0
-            if not weight >= 0:
+            if not 0 <= weight < math.inf:
                 raise UsageError(f"the weights of a batch's losses add up to {weight}")
             # Where nothing was counted, nothing was learnt: the gradients are zeros.
             if self._counts and weight not in {0.0, 1.0}:
