@@ -263,7 +263,10 @@ class Incoming:
 
     def _settled(self, way: WayIn, key: Key, arrival: Arrival) -> bool:
         if not arrival.settled and way.link.given_up:
-            self._presence.check_peer(way.peer, key, self._expected(way, key))
+            expected = self._expected(way, key)
+            if way.link.error is not None:  # a failure here, though the peer had said goodbye
+                expected = f"{expected}; {way.link.error}"
+            self._presence.check_peer(way.peer, key, expected)
         return arrival.settled
 
     def _wait(

@@ -55,6 +55,7 @@ class LinkEnd(ABC):
         link: as given.
         unfinished: how many messages are on their way through this end.
         given_up: whether the worker has ended since its peer, or this rank, closed.
+        error: what went wrong on the worker, if anything did.
         peer_ended: whether nothing reaches the peer any more, nor comes from it.
         lane: as given.
     """
@@ -83,6 +84,7 @@ class LinkEnd(ABC):
         self._stopped = False
         self._begins: int | None = None
         self.given_up = False
+        self.error: StagelinkError | None = None
         self._thread: threading.Thread | None = None
 
     def note(self, note: bytes, fds: Sequence[int]) -> None:
@@ -214,7 +216,8 @@ class LinkEnd(ABC):
         except (ClosedError, PeerClosedError):
             raise
         except BaseException as error:  # SystemExit as well: else its messages would just stay
-            self._fail(mapped(str(self.link), error))
+            self.error = mapped(str(self.link), error)
+            self._fail(self.error)
             raise ClosedError(f"{self.link} has failed") from error
 
 
