@@ -25,8 +25,6 @@ from stagelink.transport.header import (
 shapes = st.lists(st.integers(0, 2**20), max_size=MAX_DIMS).filter(
     lambda shape: prod(shape) <= MAX_PAYLOAD_BYTES // 16
 )
-    lambda s: prod(s) <= MAX_PAYLOAD_BYTES // 16
-)
 
 
 @st.composite
