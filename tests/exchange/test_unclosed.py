@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
+import stagelink
+from stagelink.exchange import unclosed
 from tests.exchange.leavers import IN_A_CHILD, IN_THIS_PROCESS, SENT
+from tests.support.pipelines import LOOPBACK, document
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,3 +67,47 @@ def test_a_peer_hears_how_it_was_left(heard: Mapping[str, dict[str, object]], en
     assert heard[end]["code"] == code
     if code == 0:
         assert heard[end]["got"] == [*range(SENT)]  # what was sent has come
+
+
+def _end(engine: Any, looked: threading.Event, seen: list[object]) -> None:
+    """What the end of a process does with what a thread is still leaving."""
+    seen.append(engine in unclosed._open)
+    looked.set()
+    engine.leave(None)
+    seen.append(engine.plane._closed)
+
+
+def test_a_process_ends_behind_a_handler_that_was_dropped() -> None:
+    store, begun, looked = HashStore(), threading.Event(), threading.Event()
+    engines: list[Any] = []
+    seen: list[object] = []
+    got: list[float] = []
+
+    def connect(rank: int) -> stagelink.Handler:
+        plan = stagelink.Plan.from_dict(document(LOOPBACK))
+        return stagelink.connect(plan, rank=rank, world_size=2, store=store, run_id="run")
+
+    def send() -> None:
+        comm = connect(0)
+        engines.append(comm._engine)
+        comm._engine.on_close.append(begun.set)
+        session = comm.evaluate(SENT)
+        for microbatch in range(SENT):  # more than the window: it waits for the receiver
+            session.isend("h", torch.full((3000,), float(microbatch)), microbatch)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with connect(1) as comm, comm.evaluate(SENT) as session:
+        sender.join()
+        gc.collect()
+        assert begun.wait(20)
+        end = threading.Thread(target=_end, args=(engines[0], looked, seen))
+        end.start()
+        assert looked.wait(20)
+        for microbatch in range(SENT):
+            tensor = session.recv("h", microbatch)
+            assert tensor is not None
+            got.append(float(tensor[0]))
+    end.join(20)
+    assert seen == [True, True]
+    assert got == [*range(SENT)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ class Engine(Joint):
     ) -> None:
         super().__init__(plan, rank, plugins, rendezvous, hosts_store=hosts_store)
         self.on_close: list[Callable[[], None]] = []
+        self._leaving = threading.Lock()
         observe = self._observe if plugins.hooks.wants_events else None
         trace = self._trace if plugins.hooks.gives_traces else None
         endings = Endings(self.plane, followers_of(plan, rank), siblings_of(plan, rank))
@@ -84,8 +86,13 @@ class Engine(Joint):
             error: that ended it, or None.
             why: it is left, for the peers and for the log.
         """
-        if self.plane.forked or not self.plane.start_closing():
+        if self.plane.forked:
             return
+        with self._leaving:  # the end of the process waits for one that is under way
+            if self.plane.start_closing():
+                self._leave(error, why)
+
+    def _leave(self, error: BaseException | None, why: str) -> None:
         left = f"left without close: {why}"
         logger.warning(
             "rank %d: %s; open it in a `with` block, or call its close()", self.rank, left

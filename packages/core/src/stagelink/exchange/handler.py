@@ -362,8 +362,8 @@ def _leave_soon(engine: Engine) -> None:
     """
 
     def leave() -> None:
-        closed(engine)
         engine.leave(None, "its handler was dropped")
+        closed(engine)  # not before: else the process could end meanwhile
 
     with suppress(RuntimeError):  # there is none at the interpreter's end, which sees to it itself
         _thread.start_new_thread(leave, ())
