@@ -173,11 +173,14 @@ class InLink(LinkEnd):
             arrival.payload = payload
             return payload
 
+        self._begins = threading.get_ident()
         try:
-            with self._beginning(), self.lane.entered(arrival.after):
+            with self.lane.entered(arrival.after):
                 pending: object = receiver.begin(header, note, fds, accept)
         except Exception as error:
             raise_mapped(f"receiving on {self.link}", error)
+        finally:
+            self._begins = None
         if isinstance(pending, Ready):
             self._arrived(arrival, pending.payload)
             return True

@@ -11,8 +11,8 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -145,15 +145,6 @@ class LinkEnd(ABC):
     def begins_here(self) -> bool:
         """Whether this thread is in a ``begin`` of the transport's, which must not wait."""
         return self._begins == threading.get_ident()
-
-    @contextmanager
-    def _beginning(self) -> Iterator[None]:
-        """A call of ``begin``; with the lock held."""
-        self._begins = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._begins = None
 
     def check_open(self) -> None:
         """Raise if this end is being closed, so that nothing may be waited for on it.

@@ -207,11 +207,14 @@ class OutLink(LinkEnd):
         announce = partial(self._announce_once, job)
         for _ in range(_MOST_ASKED):
             self._room_meanwhile = False
+            self._begins = threading.get_ident()
             try:
-                with self._beginning(), self.lane.entered(job.moment):
+                with self.lane.entered(job.moment):
                     pending: object = sender.begin(message, announce)
             except Exception as error:
                 raise_mapped(f"sending on {self.link}", error)
+            finally:
+                self._begins = None
             if pending is None and not job.announced and self._room_meanwhile:
                 continue  # it made room itself
             if pending is None and not job.announced:
