@@ -14,6 +14,7 @@ import torch
 import stagelink
 from stagelink.testing import run_threads
 from stagelink.transport.header import Direction, Flag, Header, MessageKind
+from tests.support.interrupts import lock_is_free
 from tests.support.pipelines import LOOPBACK, document, joined, line
 
 if TYPE_CHECKING:
@@ -129,8 +130,13 @@ def _tell(comm: stagelink.Handler, lie: Callable[[Liar], None]) -> str:
 
 
 def _believe(comm: stagelink.Handler) -> str:
+    free: list[bool] = []
+    lock = comm._engine.plane.lock
+    # Again and again: another thread may have it for a moment.
+    comm.on_failure(lambda _: free.append(any(lock_is_free(lock) for _ in range(100))))
     with pytest.raises(stagelink.ProtocolError) as caught:
         _go_on(comm)
+    assert free == [True]  # else a transport's thread and its abort could wait for each other
     return str(caught.value)
 
 

@@ -86,8 +86,8 @@ class Turns:
 
     Attributes:
         lock: guards everything that a ``ready`` looks at.
-        on_long_wait: called about once a second, with the lock held, in a wait that has taken
-            long.
+        on_long_wait: called about once a second, without the lock, in a wait that has taken
+            long; from several threads, if several wait.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class Turns:
                     check()
                     if ready():
                         return True
-                    if self.on_long_wait is not None and time.monotonic() > long_from:
-                        self.on_long_wait()
+                if self.on_long_wait is not None and time.monotonic() > long_from:
+                    self.on_long_wait()
             return False
         finally:
             if me is not None:

@@ -63,13 +63,14 @@ class Mail:
         Raises:
             ProtocolError: a peer has sent more than its window allows.
         """
-        with self._plane.lock:
-            self.out.enter(window_of)
-            try:
+        try:
+            with self._plane.lock:
+                self.out.enter(window_of)
                 self.into.places.enter(session, self.into.ways.values(), window_of)
-            except ProtocolError as error:
-                self._plane.fail(error)
-                self._plane.check()
+        except ProtocolError as error:
+            # Without the lock: a failure aborts transports, and their threads may wait for it.
+            self._plane.fail(error)
+            self._plane.check()
 
     def leave(self, session: int, owed: Iterable[tuple[int, Key]], why: str) -> None:
         """A session ends: tell the peers, answer what nobody will ask for, wait for nobody.
