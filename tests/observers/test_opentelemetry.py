@@ -209,7 +209,8 @@ def test_a_parked_send_ends_when_it_starts() -> None:
 
 def test_what_was_never_sent_is_an_error() -> None:
     site = Site()
-    run(NARROW, park, threading.Event(), 0, observers=[site.observer])
+    with pytest.raises(RankFailedError, match="nothing is taken"):
+        run(NARROW, park, threading.Event(), 0, observers=[site.observer])
     sends = by_message(site.named("send h"))
     assert sends["forward", 0].status.status_code is StatusCode.UNSET
     lost = sends["forward", 1].status

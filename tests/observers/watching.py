@@ -110,18 +110,24 @@ def park(comm: stagelink.Handler, parked: threading.Event, takes: int) -> None:
     Args:
         comm: the handler.
         parked: set when it is.
-        takes: how many messages the receiver takes; with 0 the second is never sent, since its
-            sender leaves the session first.
+        takes: how many messages the receiver takes; with 0 the second is never sent, since the
+            receiver fails first.
+
+    Raises:
+        RuntimeError: on rank 1, with 0.
     """
     with comm.evaluate(2) as session:
         if comm.rank == 0:
             session.isend("h", torch.ones(4), 0)
             last = session.isend("h", torch.ones(4), 1)
             parked.set()
-            if takes:
-                last.wait()
+            last.wait()
         else:
             assert parked.wait(20)
+            if not takes:
+                error = RuntimeError("nothing is taken")
+                comm.abort(error)  # before the session is left, which would answer the first
+                raise error
             for microbatch in range(takes):
                 session.recv("h", microbatch)
             comm.reduce([0.0])  # in the session, where nothing more is answered

@@ -107,7 +107,9 @@ def test_they_run_against_each_transport_that_is_named(inner: Inner) -> None:
     assert "test_many_edges_share_a_link[loopback] PASSED" in out
     assert "ranks of 'loopback' are threads of one process" in out
     assert "test_declares_what_the_contract_asks_for[gloo] PASSED" in out
-    assert "'gloo' cannot be used here: no network interface 'no-such' here" in out
+    assert (
+        "'gloo' cannot be used here: [transports.gloo] interface = 'no-such': there is no" in out
+    )
 
 
 @pytest.mark.parametrize(

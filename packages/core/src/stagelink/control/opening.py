@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,6 +196,10 @@ def _resolve(where: StoreAddress, deadline: Deadline) -> list[Any]:
 
 
 def _look_up(where: StoreAddress, deadline: Deadline) -> list[Any] | str:
+    with suppress(OSError, UnicodeError):  # an IP address asks nobody
+        return socket.getaddrinfo(
+            where.host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
     # In a thread of its own: a name server that is not there cannot be interrupted.
     found: list[list[Any] | str] = []
 
