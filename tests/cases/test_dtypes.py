@@ -135,7 +135,9 @@ def test_c068_a_type_that_the_transport_does_not_carry(
     plan["links"] = [{"transport": "only-float32"}]
     ranks = Ranks(LOOPBACK, rank_pool)
     texts = ranks.run(plan, _refused_type, transports=[OnlyFloat32])
-    assert all("rank 0: microbatch 0 (forward, session 0) of edge 'h'" in text for text in texts)
+    said = "rank 0: microbatch 0 (forward, session 0) of edge 'h'"
+    assert all(said in text for text in texts)
+    assert [text.count("microbatch 0 (forward") for text in texts] == [1, 1]  # on either rank
 
 
 def _wrong_type(comm: stagelink.Handler, dtype: torch.dtype) -> str:

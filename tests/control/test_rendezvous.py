@@ -175,7 +175,7 @@ def test_missing_ranks_are_named(ranks: Rendezvouses, here: list[int], missing: 
         thread.join()
     assert len(texts) == len(here)
     for text in texts:
-        assert f"missing: {missing}, not here within 0.3 s; is each of them started" in text
+        assert f"missing: {missing}, not here within 0.3 s. Was each of them started" in text
 
 
 def test_generations_do_not_meet_each_others_keys(ranks: Rendezvouses) -> None:

@@ -55,7 +55,7 @@ def test_ranks_that_were_not_started(started: list[int], missing: str) -> None:
         lambda place, count, unused: _end(started[place], store, _plan(0.5)), len(started)
     )
     for text in texts:
-        assert f"missing: {missing}, not here within 0.5 s; is each of them started" in text
+        assert f"missing: {missing}, not here within 0.5 s. Was each of them started" in text
         assert "{" not in text
 
 

@@ -20,7 +20,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from stagelink.errors import MessageError, MessageTypeError, RefusedError
 from stagelink.exchange.out_link import SendJob
 from stagelink.exchange.wiring import Wiring
-from stagelink.interop.c10d import CONFIG_VARIABLE, C10dOptions
+from stagelink.interop.c10d import (
+    CONFIG_VARIABLE,
+    C10dMessageError,
+    C10dMessageTypeError,
+    C10dOptions,
+    C10dRefusedError,
+)
 from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.works import Given, RecvWork
@@ -459,6 +465,7 @@ def kinds_that_are_refused(rank: int, size: int) -> None:
             with refused(f"send to rank 1 with tag 0: .*{text}") as caught:
                 dist.send(make(values), 1)
             assert isinstance(caught.value, MessageTypeError), name
+            assert type(caught.value) is C10dMessageTypeError
             dist.send(values, 1)
             continue
         with refused(f"from rank 0 with tag 0: .*{text}") as caught:
@@ -468,6 +475,7 @@ def kinds_that_are_refused(rank: int, size: int) -> None:
         with refused(f"from rank 0 with tag 0: rank 0, send to .*{text}") as caught:
             dist.recv(got, 0)
         assert isinstance(caught.value, RefusedError), name
+        assert type(caught.value) is C10dRefusedError  # as a traceback names it
         assert not got.any()
         dist.recv(got, 0)
         assert torch.equal(got, values), name
@@ -475,6 +483,7 @@ def kinds_that_are_refused(rank: int, size: int) -> None:
         with refused("elements of the tensor share their memory") as caught:
             dist.irecv(make(values), 1 - rank)
         assert isinstance(caught.value, MessageError)
+        assert type(caught.value) is C10dMessageError
     with refused("a zero tensor of torch's has no memory"):
         dist.irecv(tensors.zeros(values), 1 - rank)
 

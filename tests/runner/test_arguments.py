@@ -104,7 +104,10 @@ MADE: list[tuple[Callable[[torch.nn.Module], dict[str, Any]], tuple[str, ...]]] 
         given(loss=functools.partial(cross_entropy, reduction="sum")),
         ("the loss has reduction 'sum', the runner 'mean'",),
     ),
-    (given(loss=torch.nn.MSELoss(reduction="none")), ("has reduction 'none', the runner 'mean'",)),
+    (
+        given(loss=torch.nn.MSELoss(reduction="none")),
+        ("has reduction 'none', the runner 'mean': let the loss make one number",),
+    ),
     (given(loss=cross_entropy, reduction="mean", metrics=0), ("metrics is a int", "a mapping")),
     (given(metrics=[abs]), ("metrics is a list", "a mapping from names to functions")),
     (given(metrics={1: abs}), ("a metric's name is a int, 1",)),

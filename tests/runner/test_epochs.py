@@ -384,7 +384,8 @@ def test_what_cannot_be_trained_says_so(pipeline: Callable[..., Any]) -> None:
         ({"reduction": "none"}, "reduction 'none': must be one of ('mean', 'sum')"),
         (
             {"loss": torch.nn.MSELoss(reduction="sum")},
-            "the loss has reduction 'sum', the runner 'mean'",
+            "the loss has reduction 'sum', the runner 'mean': give the runner reduction='sum', or "
+            "let the loss make one number of its items by reduction='mean'",
         ),
         ({"metrics": {"loss": accuracy}}, "metric 'loss': the name is taken"),
     ],

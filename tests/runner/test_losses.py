@@ -551,6 +551,7 @@ NO_GRAPH = "does not depend on any parameter by a graph"
 SUM = {"reduction": "sum"}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "detached": (detached, {}, NO_GRAPH),
+    "detached, and what to do": (detached, {}, "it must be a sum and say so: return"),
     "integers": (hits, {}, NO_GRAPH),
     "no grad": (without_grad, {}, NO_GRAPH),
     "detached sum": (returning(lambda loss: LossSum(loss.detach(), 1)), {}, NO_GRAPH),

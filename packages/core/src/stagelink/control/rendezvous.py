@@ -193,7 +193,7 @@ class Rendezvous:
         others = [rank for rank in range(1, self._world_size) if rank != self._rank]
         absent = self._keys.absent([f"here/{rank}" for rank in others], deadline)
         gave_up = self._keys.get(f"{old}/abort", deadline) if old else None
-        more = f"; rank 0 was here and gave up: {json.loads(gave_up)['text']}" if gave_up else ""
+        more = f" Rank 0 was here and gave up: {json.loads(gave_up)['text']}" if gave_up else ""
         return self._not_here([_LEADER, *(others[place] for place in absent)], deadline, more)
 
     def _incomplete(self, deadline: Deadline) -> ConnectError:
@@ -207,9 +207,9 @@ class Rendezvous:
     ) -> ConnectError:
         return ConnectError(
             f"rank {self._rank}: missing: {listed(missing)}, not here within "
-            f"{deadline.seconds:g} s; is each of them started, with the same store "
-            f"({self._keys.client.where}), run id and plan name (here {self._run!r}), and has it "
-            f"ended with an error of its own before it could connect?{more}"
+            f"{deadline.seconds:g} s. Was each of them started, with the same store "
+            f"({self._keys.client.where}), run id and plan name (here {self._run!r})? Did it end "
+            f"with an error of its own before it could connect?{more}"
         )
 
     def tell_wait(self, step: str, ranks: Sequence[int]) -> None:

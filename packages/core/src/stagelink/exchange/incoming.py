@@ -216,9 +216,8 @@ class Incoming:
             # In its place there is another by now: a refusal's second try, or nothing after close.
             arrival, arrived = self.wait_whole(way, key, deadline)
         if arrival.refusal is not None:
-            raise RefusedError(
-                f"from rank {way.peer}, {key} of edge {way.edge.name!r}: {arrival.refusal}"
-            )
+            # The text is the sender's own, which says who it is and which message it means.
+            raise RefusedError(f"the sender could not send it: {arrival.refusal}")
         self._count(way, arrival, began, arrived)
         way.link.hand_over(arrival)
         return arrival

@@ -179,9 +179,11 @@ class Outgoing:
     @staticmethod
     def _undelivered(way: WayOut, window: Window, key: Key) -> str:
         lost = window.outstanding(key.session)
+        those = "1 earlier message" if len(lost) == 1 else f"{len(lost)} earlier messages"
         return (
-            f"{key} of edge {way.edge.name!r} was not sent, and {len(lost)} sent before it were "
-            f"not answered{f' (microbatches {lost})' if lost else ''}"
+            f"{key} of edge {way.edge.name!r} was not sent, and {those} of this edge "
+            f"{'is' if len(lost) == 1 else 'are'} still unacknowledged"
+            f"{f' (microbatches {lost})' if lost else ''}"
         )
 
     def _park(self, way: WayOut, window: Window, key: Key, job: SendJob, *, copy: bool) -> None:

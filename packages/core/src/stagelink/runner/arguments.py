@@ -73,7 +73,11 @@ def check_scores(
         _check_function("loss", loss)
     own = reduction_of(loss)
     if last and loss is not None and own not in {None, reduction}:
-        raise UsageError(f"the loss has reduction {own!r}, the runner {reduction!r}")
+        way = "" if own not in known else f"give the runner reduction={own!r}, or "
+        raise UsageError(
+            f"the loss has reduction {own!r}, the runner {reduction!r}: {way}let the loss make "
+            f"one number of its items by reduction={reduction!r}"
+        )
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(
             f"metrics is {kind(metrics)}; it must be a mapping from names to functions"

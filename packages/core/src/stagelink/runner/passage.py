@@ -109,8 +109,10 @@ class Passage:
             if loss is not None and not loss.requires_grad and not scores.counted_nothing():
                 raise UsageError(
                     "the loss does not depend on any parameter by a graph (detach(), argmax() and "
-                    "torch.no_grad() cut it): nothing would be trained; where it has run its own "
-                    "backward let it return stagelink.BackwardDone(…)"
+                    "torch.no_grad() cut it): nothing would be trained. If it runs its own "
+                    "backward, it must be a sum and say so: return stagelink.BackwardDone(loss) "
+                    "with reduction='sum' given to the runner, or BackwardDone(LossSum(sum, "
+                    "weight)), after the backward of that sum"
                 )
 
     @contextmanager

@@ -11,14 +11,28 @@ and a program that uses ``send``, ``recv``, ``isend``, ``irecv``, ``batch_isend_
 forms for objects runs as it is, ``torch.distributed.pipelining`` for one. Collectives are handed
 to gloo, on CUDA tensors to nccl.
 
-What carries a pair of ranks is chosen by the usual rules, see `C10dOptions`.
+What carries a pair of ranks is chosen by the usual rules, see `C10dOptions`. Errors of messages
+are ``DistBackendError``; those about a message itself have classes of their own,
+`C10dMessageError`, `C10dMessageTypeError` and `C10dRefusedError`, each the library's error of
+that name as well.
 """
 
 from __future__ import annotations
 
+from stagelink.interop.c10d.errors import (
+    C10dMessageError,
+    C10dMessageTypeError,
+    C10dRefusedError,
+)
 from stagelink.interop.c10d.group import register
 from stagelink.interop.c10d.options import CONFIG_VARIABLE, C10dOptions
 
-__all__ = ["CONFIG_VARIABLE", "C10dOptions"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "C10dMessageError",
+    "C10dMessageTypeError",
+    "C10dOptions",
+    "C10dRefusedError",
+]
 
 register()

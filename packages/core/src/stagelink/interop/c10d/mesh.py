@@ -6,16 +6,14 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
-from stagelink.errors import MessageError, MessageTypeError, RefusedError
 from stagelink.exchange.arrival import Arrival
 from stagelink.exchange.joint import Joint
 from stagelink.exchange.topology import routes_of
 from stagelink.exchange.unclosed import closed, opened
 from stagelink.exchange.ways import Ways
+from stagelink.interop.c10d.errors import error_like
 from stagelink.interop.c10d.mailbox import Address, Mailbox
 from stagelink.transport.choice import asked_for
 from stagelink.transport.contract import Deadline
@@ -26,6 +24,7 @@ from stagelink.transport.plugins import Plugins
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch.distributed as dist
     from torch.distributed import Store
 
     from stagelink.control.connection import Frame
@@ -42,25 +41,6 @@ _WINDOW = 16
 
 _EXIT_S = 1.0
 _MAX_TEXT_BYTES = 64 * 1024
-
-
-class _NoMessage(dist.DistBackendError, MessageError):
-    """A message breaks its contract."""
-
-
-class _NoTensor(dist.DistBackendError, MessageTypeError):
-    """Something cannot be sent, or received into, for what it is."""
-
-
-class _Refused(dist.DistBackendError, RefusedError):
-    """The peer could not send the message that is received."""
-
-
-_OURS: dict[type[Exception], type[dist.DistBackendError]] = {
-    MessageTypeError: _NoTensor,
-    RefusedError: _Refused,
-    MessageError: _NoMessage,
-}
 
 
 class Mesh(Joint):
@@ -185,8 +165,7 @@ class Mesh(Joint):
         """An error for torch's caller; of a message that cannot be, also one of ours."""
         places = [*range(len(self._ranks))]
         named = "" if [*self._ranks] == places else f" (ranks here are places in {self._ranks})"
-        made = next((new for old, new in _OURS.items() if isinstance(error, old)), None)
-        return (made or dist.DistBackendError)(f"{what}: {error}{named}")
+        return error_like(error, f"{what}: {error}{named}")
 
     def close(self, deadline: Deadline) -> dict[Link, int]:
         """As `Joint.close`; the second time, or in a fork, nothing is done."""

@@ -1,0 +1,39 @@
+"""What torch's callers catch of a message that cannot be: torch's error and ours in one."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from stagelink.errors import MessageError, MessageTypeError, RefusedError
+
+__all__ = ["C10dMessageError", "C10dMessageTypeError", "C10dRefusedError", "error_like"]
+
+
+class C10dMessageError(dist.DistBackendError, MessageError):
+    """A message does not fit its tensor, or a tensor's elements cannot be received into."""
+
+
+class C10dMessageTypeError(dist.DistBackendError, MessageTypeError):
+    """Something cannot be sent, or received into, for what it is."""
+
+
+class C10dRefusedError(dist.DistBackendError, RefusedError):
+    """The peer could not send the message that is received; the text is the peer's own error."""
+
+
+_OF: dict[type[Exception], type[dist.DistBackendError]] = {
+    MessageTypeError: C10dMessageTypeError,
+    RefusedError: C10dRefusedError,
+    MessageError: C10dMessageError,
+}
+
+
+def error_like(error: BaseException, text: str) -> dist.DistBackendError:
+    """An error for torch's caller; where it is about a message, one of the library's as well.
+
+    Args:
+        error: the cause.
+        text: of the new one.
+    """
+    made = next((new for old, new in _OF.items() if isinstance(error, old)), None)
+    return (made or dist.DistBackendError)(text)
