@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from tests.support.docs import blocks
+from tests.support.docs import blocks, launched
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -28,10 +27,10 @@ def _as_shown(rank: int, world_size: int, store: Store, folder: str) -> dict[str
     before = os.getcwd()
     os.chdir(folder)
     try:
-        _launched(rank, world_size, store, "first")
+        launched(rank, world_size, store, "first")
         exec(register, names)
         dist.destroy_process_group()
-        _launched(rank, world_size, store, "second")
+        launched(rank, world_size, store, "second")
         exec(with_options, names)
         group: Any = dist.group.WORLD
         found: dict[str, dict[int, str]] = group.transports
@@ -41,16 +40,6 @@ def _as_shown(rank: int, world_size: int, store: Store, folder: str) -> dict[str
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
     return found
-
-
-def _launched(rank: int, world_size: int, store: Store, run: str) -> None:
-    if rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            store.set(run, str(free.getsockname()[1]))
-    port = store.get(run).decode()
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-    )
 
 
 def test_its_code_runs_and_says_what_is_used(rank_pool: RankPool, tmp_path: Path) -> None:
