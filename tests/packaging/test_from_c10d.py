@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import stagelink.interop.c10d  # noqa: F401 - registers the backend
 from tests.support.docs import blocks, launched
 
 if TYPE_CHECKING:
@@ -49,3 +52,23 @@ def test_its_code_runs_and_says_what_is_used(rank_pool: RankPool, tmp_path: Path
     (said,) = re.findall(r"transports  # (.*): what", PAGE)
     assert found[0] == eval(said)
     assert found[1] == {"cpu": {0: "gloo", 2: "shm"}}
+
+
+def test_who_speaks_at_start_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch before there is a store; then this library, which names who is missing."""
+
+    def texts(**given: Any) -> str:
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - which one is what is asked
+            dist.init_process_group("cpu:stagelink", timeout=timedelta(seconds=0.5), **given)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    for port, wanted in (
+        ("99999", "ValueError: port must have value from 0 to 65535"),
+        ("abc", "ValueError: invalid literal for int()"),
+    ):
+        monkeypatch.setenv("MASTER_PORT", port)
+        assert re.match(wanted, texts())
+    ours = texts(init_method=f"file://{tmp_path}/store", rank=0, world_size=2)
+    assert ours.startswith("ConnectError: rank 0: missing: 1, not here within 0.5 s. ")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import stagelink
-from tests.support.docs import blocks
+from tests.support.docs import blocks, broken_links
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -53,11 +53,6 @@ def test_every_package_and_its_folder_is_listed() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\((?!http)([^)]+)\)", README)
-    assert targets
-    for target in targets:
-        path, _, heading = target.partition("#")
-        assert (ROOT / path).exists(), target
-        if heading:
-            headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
-            assert heading in [name.lower().replace(" ", "-") for name in headings], target
+    assert broken_links(ROOT / "README.md") == []
+    for page in (ROOT / "docs").glob("*.md"):
+        assert broken_links(page) == [], page

@@ -10,7 +10,7 @@ __all__ = ["C10dMessageError", "C10dMessageTypeError", "C10dRefusedError", "erro
 
 
 class C10dMessageError(dist.DistBackendError, MessageError):
-    """A message does not fit its tensor, or a tensor's elements cannot be received into."""
+    """A tensor that cannot be sent for its shape, or received into for how it lies in memory."""
 
 
 class C10dMessageTypeError(dist.DistBackendError, MessageTypeError):
