@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -166,20 +166,25 @@ def _leaves(rank: int, world_size: int, store: Store, port: int, pid: int, how: 
     hers = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     plan = _plan(close_deadline_s=60.0 if how == "interrupt" else 1.5)
     began = 0.0
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     try:
         with stagelink.connect(plan, rank=rank, world_size=2, store=hers, run_id=how) as comm:
             comm.reduce([0.0])
             if rank == 0:
                 os.kill(pid, signal.SIGSTOP)
+            began = time.monotonic()
             comm.reduce([0.0])
             if how == "interrupt":
-                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-            began = time.monotonic()
+                interrupt.start()
             if how == "fail":
                 1 / 0  # noqa: B018 - raises
-    except (ZeroDivisionError, KeyboardInterrupt):
-        pass
+    except (ZeroDivisionError, KeyboardInterrupt, stagelink.AbortedError):
+        pass  # the last: the other has failed first
     seconds = time.monotonic() - began
+    with suppress(KeyboardInterrupt):  # the other's may have ended the leaving before this one's
+        interrupt.cancel()
+        if interrupt.ident is not None:
+            interrupt.join()
     store.set(f"{how} {rank}", "")
     store.wait([f"{how} {other}" for other in range(2)])
     if rank == 0:

@@ -297,8 +297,9 @@ class Outgoing:
             return
         with self._plane.lock:
             starts = way.window.release(session, microbatch)
-        for start in starts:
-            start()
+        if self._plane.failure is None:  # else nobody takes in what is sent
+            for start in starts:
+                start()
         self._plane.changed()
 
     def check_sent(self, way: WayOut, header: Header) -> None:
