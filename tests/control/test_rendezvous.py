@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.control.store import StoreClient
 from stagelink.errors import ConnectError, PlanError, RankTakenError
+from stagelink.testing import LeakCheck
 from stagelink.transport.contract import Deadline
 
 if TYPE_CHECKING:
@@ -446,8 +448,13 @@ def test_rank_0_hosts_a_tcp_store(host: str) -> None:
     if host == "[::1]" and not os.path.exists("/proc/net/if_inet6"):
         pytest.skip("this machine has no IPv6")
     port = _free_port(host.strip("[]"))
+    leaks = LeakCheck("descriptors")
     with _opened(*[f"tcp://{host}:{port}"] * 2) as clients:
         assert _shared(clients) == b"value"
+    # Torch's server ends when it has looked up the names of those who came to it, which may take
+    # a name server's time-out.
+    gc.collect()
+    leaks.verify(settle_s=20.0)
 
 
 def _refused(text: str, rank: int, seconds: float = 0.3) -> str:

@@ -6,6 +6,7 @@ end in time, and can be interrupted.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
@@ -86,6 +87,12 @@ def _check_file(where: StoreAddress) -> None:
     with os.fdopen(number, "rb") as file:
         if not Path(where.path).is_file():
             raise ConnectError(f"{where.given}: that is no file that a store can be in")
+        try:  # torch's store locks it so while it writes, and then there is half of an entry
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if stops_caller(error):
+                raise
+            return
         start = file.read(_LENGTH.size)
         size = os.fstat(file.fileno()).st_size
     if start and (len(start) < _LENGTH.size or _LENGTH.unpack(start)[0] > size):
