@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,6 +46,11 @@ class Server:
 
     def stop(self) -> None:
         self._process.kill(0, signal.SIGSTOP)
+        (pid,) = self._process.pids
+        threads = Path(f"/proc/{pid}/task")
+        # A thread of the store's may answer until the signal has reached it.
+        while any("State:\tT" not in (task / "status").read_text() for task in threads.iterdir()):
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         self._process.kill(0, signal.SIGCONT)
