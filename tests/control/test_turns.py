@@ -340,7 +340,7 @@ def test_a_change_may_be_interrupted_anywhere(source: Source) -> None:
     assert source.reading.wait(20)
     for place, error in interrupted_everywhere(source.turns.changed, "stagelink.control.turns"):
         assert isinstance(error, Interrupted), (place, error)
-        assert lock_is_free(source.turns.lock), place
+        assert lock_is_free(source.turns.lock, within_s=20), place
     source.put(1)
     thread.join(20)
     assert not thread.is_alive()

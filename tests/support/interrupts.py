@@ -97,12 +97,17 @@ def interrupted_everywhere(
         yield injector.raised_at, caught
 
 
-def lock_is_free(lock: threading.RLock) -> bool:
-    """Whether nobody holds a lock, this thread included."""
+def lock_is_free(lock: threading.RLock, within_s: float = 0.0) -> bool:
+    """Whether nobody holds a lock, this thread included.
+
+    Args:
+        lock: the lock.
+        within_s: how long another thread that is at work may hold it meanwhile.
+    """
     free: list[bool] = []
 
     def look() -> None:
-        free.append(lock.acquire(blocking=False))
+        free.append(lock.acquire(timeout=within_s) if within_s else lock.acquire(blocking=False))
         if free[0]:
             lock.release()
 
