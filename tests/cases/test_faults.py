@@ -39,7 +39,7 @@ from tests.support.pipelines import (
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from stagelink.exchange.arrival import Arrival
+    from stagelink.links.arrival import Arrival
     from stagelink.testing import RankPool
     from tests.support.pipelines import Document
 

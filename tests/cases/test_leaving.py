@@ -13,13 +13,14 @@ import torch
 
 import stagelink
 from stagelink.schedule import UNTIL_END
-from stagelink.transport.contract import Deadline, Pending, Receiver, Sender
+from stagelink.transport.contract import Pending, Receiver, Sender
 from stagelink.transport.loopback import Loopback
 from tests.support.pipelines import LOOPBACK, Ranks, check_same, document, tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stagelink.deadline import Deadline
     from stagelink.testing import RankPool
     from stagelink.transport.contract import Announce, Link, Message, Port
     from stagelink.transport.header import Header

@@ -18,8 +18,9 @@ from examples.third_party_transport.src.stagelink_plaintcp import (
     TcpSender,
 )
 
+from stagelink.deadline import Deadline
 from stagelink.testing.conformance import TransportConformance
-from stagelink.transport.contract import Deadline, Pending
+from stagelink.transport.contract import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from stagelink.plugins.validation import transport_problems
 from stagelink.testing import drivers, run_threads
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import API_VERSION
-from stagelink.transport.validation import transport_problems
 from tests.support.docs import blocks
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from stagelink.control import door as door_module
 from stagelink.control.framing import Framing
 from stagelink.control.plane import Plane
 from stagelink.control.proof import PROOF_BYTES, Proof
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, PeerLostError, ProtocolError
 from stagelink.testing import run_threads
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import HEADER_BYTES, Flag, Header, MessageKind
 from tests.control.test_meeting import _wait_for_all, ready
 from tests.support.planes import join

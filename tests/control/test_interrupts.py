@@ -12,6 +12,7 @@ import pytest
 
 from stagelink.control.plane import Plane
 from stagelink.control.reduce import Reducer, spanning_tree
+from stagelink.deadline import Deadline
 from stagelink.errors import (
     AbortedError,
     DeadlineError,
@@ -19,7 +20,6 @@ from stagelink.errors import (
     StagelinkError,
     TransportError,
 )
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.interrupts import raised_by_signal_handler, stops_caller
 from tests.support.interrupts import interrupted_everywhere, lock_is_free

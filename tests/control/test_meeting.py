@@ -21,10 +21,10 @@ from stagelink.control.meeting import Meeting
 from stagelink.control.plane import Plane
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.control.store import StoreClient
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, DisagreementError
 from stagelink.plan.model import Control
 from stagelink.testing import RankFailedError, run_threads
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import HEADER_BYTES, VERSION, Flag, Header, MessageKind
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from stagelink.control.connection import Connection, Frame
 from stagelink.control.fields import decode, encode
 from stagelink.control.plane import Plane
 from stagelink.control.proof import PROOF_BYTES
+from stagelink.deadline import Deadline
 from stagelink.errors import (
     AbortedError,
     ClosedError,
@@ -26,7 +27,6 @@ from stagelink.errors import (
     StagelinkError,
     TransportError,
 )
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 from tests.support.planes import join
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from stagelink.control.plane import Plane
 from stagelink.control.reduce import Reducer, spanning_tree
+from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, PeerClosedError, ProtocolError, UsageError
 from stagelink.testing import RankFailedError, run_threads
-from stagelink.transport.contract import Deadline
 from tests.support.planes import join
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from stagelink.control.launch import Launch, StoreAddress
 from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.control.store import StoreClient
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, PlanError, RankTakenError
 from stagelink.testing import LeakCheck
-from stagelink.transport.contract import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

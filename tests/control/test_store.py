@@ -18,9 +18,9 @@ from stagelink.control import store
 from stagelink.control.launch import StoreAddress
 from stagelink.control.opening import open_store
 from stagelink.control.store import StoreClient
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 from stagelink.testing import report, run_fresh
-from stagelink.transport.contract import Deadline
 from tests.support.pipelines import SHM, document
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stagelink.control.turns import Turns, _Bell
-from stagelink.transport.contract import Deadline
+from stagelink.deadline import Deadline
 from tests.support.interrupts import Interrupted, interrupted_everywhere, lock_is_free
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
+from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError
 from stagelink.testing import LeakCheck, run_threads
-from stagelink.transport.contract import FINISHED, Deadline, Link, Message, Pending
+from stagelink.transport.contract import FINISHED, Link, Message, Pending
 from stagelink.transport.header import Header, MessageKind
 from stagelink_cupy.holding import Holding
 from stagelink_cupy.notes import Piece, going_home

@@ -11,9 +11,9 @@ import pytest
 
 import stagelink_cupy
 from stagelink.errors import PlanError
+from stagelink.plugins.options import parse_options
+from stagelink.plugins.validation import transport_problems
 from stagelink.transport.contract import Link, Place
-from stagelink.transport.options import parse_options
-from stagelink.transport.validation import transport_problems
 from stagelink_cupy import Cupy, CupyOptions
 from tests.cupy.codes import Status
 from tests.cupy.double import CudaDouble

@@ -15,9 +15,9 @@ from torch.distributed import PrefixStore
 
 import stagelink
 from stagelink.control import turns
-from stagelink.exchange import watch
+from stagelink.links import watch
 from stagelink.testing import run_threads
-from stagelink.transport.contract import Capabilities, Deadline
+from stagelink.transport.contract import Capabilities
 from stagelink.transport.hooks import hookimpl
 from stagelink.transport.loopback import Loopback
 from tests.support.pipelines import LOOPBACK, document, joined
@@ -25,6 +25,7 @@ from tests.support.pipelines import LOOPBACK, document, joined
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from stagelink.deadline import Deadline
     from stagelink.transport.contract import Link, Port, Receiver, Sender
     from tests.support.pipelines import Document, Ranks
 

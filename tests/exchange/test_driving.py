@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from stagelink.exchange.driving import wait_driving
-from stagelink.transport.contract import Deadline
+from stagelink.deadline import Deadline
+from stagelink.links.driving import wait_driving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stagelink.control.plane import Plane
-    from stagelink.exchange.in_link import InLink
+    from stagelink.links.in_link import InLink
 
 
 class FakePlane:

@@ -9,8 +9,8 @@ import torch
 
 import stagelink
 from stagelink import UNTIL_END
+from stagelink.deadline import Deadline
 from stagelink.exchange.marks import Marks
-from stagelink.transport.contract import Deadline
 from tests.support.pipelines import check_same, line
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stagelink.errors import ProtocolError
-from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.inbox import Inbox
+from stagelink.links.arrival import Arrival, Key
 from stagelink.transport.header import Direction, Header, MessageKind
 
 

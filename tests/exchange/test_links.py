@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, StagelinkError, TransportError
-from stagelink.exchange.arrival import Arrival
-from stagelink.exchange.bound import Bound
-from stagelink.exchange.in_link import InLink
-from stagelink.exchange.out_link import OutLink, SendJob
+from stagelink.links.arrival import Arrival
+from stagelink.links.bound import Bound
+from stagelink.links.in_link import InLink
+from stagelink.links.out_link import OutLink, SendJob
 from stagelink.testing import LeakCheck
 from stagelink.transport.buffers import BufferPool
 from stagelink.transport.contract import (
     FINISHED,
     Capabilities,
-    Deadline,
     Link,
     Message,
     Pending,
@@ -579,7 +579,7 @@ def test_a_caller_that_finishes_may_be_interrupted_anywhere(into: Callable[..., 
             link.drive(Deadline(SOON))
         assert link.idle
 
-    modules = ("stagelink.exchange.in_link", "stagelink.exchange.link_end")
+    modules = ("stagelink.links.in_link", "stagelink.links.link_end")
     for place, error in interrupted_everywhere(call, *modules):
         assert isinstance(error, Interrupted), (place, error)
         assert lock_is_free(link._finishing), place

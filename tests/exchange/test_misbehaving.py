@@ -14,7 +14,8 @@ import torch
 
 import stagelink
 from stagelink.control import plane
-from stagelink.transport.contract import FINISHED, Deadline, Message, Pending, Receiver, Sender
+from stagelink.deadline import Deadline
+from stagelink.transport.contract import FINISHED, Message, Pending, Receiver, Sender
 from stagelink.transport.header import MAX_NOTE_BYTES
 from stagelink.transport.loopback import Loopback
 from tests.support.pipelines import LOOPBACK, document

@@ -13,8 +13,8 @@ from torch.distributed import HashStore
 
 import stagelink
 from stagelink.control.meeting import Meeting
-from stagelink.exchange.wiring import Wiring
 from stagelink.interop.pipedream import CommunicationHandler
+from stagelink.links.wiring import Wiring
 from stagelink.testing import run_fresh, run_threads
 from tests.support.pipelines import LOOPBACK, SHM, Wire, document, tensor
 

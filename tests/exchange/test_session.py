@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import stagelink
+from stagelink.deadline import Deadline
 from stagelink.testing.faults import Gate, Hold, Point, faulty
-from stagelink.transport.contract import Deadline
 from stagelink.transport.loopback import Loopback
 from tests.support.pipelines import LOOPBACK, Ranks, check_same, document, line, tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagelink.exchange.window import Window
+from stagelink.links.window import Window
 
 
 def _window(size: int) -> Window:

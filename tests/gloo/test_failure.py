@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from stagelink.deadline import Deadline
 from stagelink.testing import run_fresh
-from stagelink.transport.contract import Deadline
 from tests.gloo.conftest import close
 from tests.gloo.twin import LONG_S, SURVIVOR, Case, Twin, holdings, left_since, lose_peer, pattern
 

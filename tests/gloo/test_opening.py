@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import stagelink_gloo
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 from stagelink.testing import run_fresh
-from stagelink.transport.contract import Deadline, Link, Place
+from stagelink.transport.contract import Link, Place
 from stagelink.transport.gloo_groups import VARIABLE
 from stagelink.transport.host import server_id
 from stagelink_gloo import Gloo, GlooOptions

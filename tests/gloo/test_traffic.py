@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from stagelink.deadline import Deadline
 from stagelink.testing import run_fresh, run_threads
-from stagelink.transport.contract import FINISHED, Deadline
+from stagelink.transport.contract import FINISHED
 from stagelink_gloo import Gloo, GlooOptions
 from tests.gloo.twin import LONG_S, Twin, exchange, fork_and_go_on, lo, pattern, send_huge
 

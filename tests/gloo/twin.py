@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch.distributed import PrefixStore
 
-from stagelink.transport.contract import FINISHED, Deadline, Link, Message, Pending
+from stagelink.deadline import Deadline
+from stagelink.transport.contract import FINISHED, Link, Message, Pending
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.lanes import HostLane
 from stagelink_gloo import Gloo, GlooOptions

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from stagelink import StagelinkError
+from stagelink.deadline import Deadline
 from stagelink.testing import run_fresh
-from stagelink.transport.contract import Deadline, Link
+from stagelink.transport.contract import Link
 from stagelink_nccl import NcclOptions
 from stagelink_nccl.groups import NcclGroups
 from tests.gpu.answers import Answer, Findings

@@ -17,9 +17,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from stagelink.deadline import Deadline
 from stagelink.errors import MessageError, MessageTypeError, RefusedError
-from stagelink.exchange.out_link import SendJob
-from stagelink.exchange.wiring import Wiring
 from stagelink.interop.c10d import (
     CONFIG_VARIABLE,
     C10dMessageError,
@@ -30,9 +29,10 @@ from stagelink.interop.c10d import (
 from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.works import Given, RecvWork
+from stagelink.links.out_link import SendJob
+from stagelink.links.wiring import Wiring
 from stagelink.plan.dtypes import DTYPES
 from stagelink.testing import no_leaks, report
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.payload import bytes_of, target_of
 from tests.interop.c10d_programs import PATIENCE, STAGELINK, world

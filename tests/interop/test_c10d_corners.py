@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, ProtocolError, StagelinkError
-from stagelink.exchange.arrival import Arrival
 from stagelink.interop.c10d import C10dOptions, collectives
 from stagelink.interop.c10d.mailbox import Address, Mailbox
 from stagelink.interop.c10d.mesh import Mesh
+from stagelink.links.arrival import Arrival
 from stagelink.testing import no_leaks, run_fresh
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 from tests.interop.c10d_features import filled, refused
 from tests.interop.c10d_programs import PATIENCE, STAGELINK, world

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.transport.contract import Deadline, Port
+    from stagelink.deadline import Deadline
+    from stagelink.transport.contract import Port
     from stagelink_nccl.groups import Work
     from stagelink_nccl.transport import NcclOptions
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 import stagelink
+from stagelink.deadline import Deadline
 from stagelink.errors import TransportError
-from stagelink.transport.contract import Deadline, Link, Place
+from stagelink.transport.contract import Link, Place
 from stagelink_nccl import Nccl, NcclOptions
 from stagelink_nccl.groups import NcclGroups, PairGroup
 from tests.nccl.over_gloo import GlooGroup, NcclOverGloo, let_issuers_end

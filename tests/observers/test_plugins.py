@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from stagelink.cli import main
 from stagelink.errors import PluginError, StagelinkError
+from stagelink.plugins.inspection import plugin_problems
+from stagelink.plugins.plugins import Plugins
 from stagelink.testing import RankFailedError, run_threads
 from stagelink.transport.hooks import hookimpl
-from stagelink.transport.inspection import plugin_problems
-from stagelink.transport.plugins import Plugins
 from tests.observers.watching import NARROW, connect, exchange, park, run
 from tests.support.pipelines import LOOPBACK, document
 

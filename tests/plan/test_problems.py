@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagelink.plan.problems import did_you_mean, quoted, ranges, repeats, shown, unknown
+from stagelink.text import did_you_mean, quoted, ranges, repeats, shown, unknown
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from stagelink.transport.contract import FINISHED, Deadline, Link, Message, Pending, Ready
+from stagelink.deadline import Deadline
+from stagelink.transport.contract import FINISHED, Link, Message, Pending, Ready
 from stagelink.transport.header import Header, MessageKind
 from stagelink_shm import Shm, ShmOptions
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from stagelink.deadline import Deadline
 from stagelink.testing import LeakCheck
-from stagelink.transport.contract import FINISHED, Deadline
+from stagelink.transport.contract import FINISHED
 from stagelink.transport.header import Header, MessageKind
 from stagelink_shm import Shm, ShmOptions
 from stagelink_shm.memory import mapped, new_memory

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import pytest
 import torch
 
+from stagelink.deadline import Deadline
 from stagelink.errors import UsageError
+from stagelink.plugins.validation import transport_problems
 from stagelink.testing.faults import Corrupt, Fail, Gate, Hold, Point, faulty
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import (
     API_VERSION,
     FINISHED,
     Capabilities,
-    Deadline,
     Link,
     Message,
     NoOptions,
@@ -27,7 +28,6 @@ from stagelink.transport.contract import (
     Verdict,
 )
 from stagelink.transport.header import Header, MessageKind
-from stagelink.transport.validation import transport_problems
 from stagelink_gloo import Gloo
 
 if TYPE_CHECKING:

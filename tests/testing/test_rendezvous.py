@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from stagelink.errors import DeadlineError
+from stagelink.plugins.validation import transport_problems
 from stagelink.testing import RankFailedError, drivers, run_threads
 from stagelink.testing.rendezvous import rendezvous
 from stagelink.testing.subject import Subject
 from stagelink.transport.loopback import Loopback
-from stagelink.transport.validation import transport_problems
 
 if TYPE_CHECKING:
     from torch.distributed import Store

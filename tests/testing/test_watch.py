@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
+from stagelink.deadline import Deadline
+from stagelink.plugins.validation import transport_problems
 from stagelink.testing import watch as watching
 from stagelink.testing.watch import Watch, watched
-from stagelink.transport.contract import (
-    FINISHED,
-    Deadline,
-    Link,
-    Message,
-    Pending,
-    Ready,
-    Receiver,
-    Sender,
-)
+from stagelink.transport.contract import FINISHED, Link, Message, Pending, Ready, Receiver, Sender
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.loopback import Loopback, LoopbackOptions
 from stagelink.transport.payload import payload_problem
-from stagelink.transport.validation import transport_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,11 +9,11 @@ import pytest
 
 from stagelink.errors import NoTransportError, PluginError, UnknownTransportError
 from stagelink.plan import Plan
-from stagelink.transport.choice import Asker, Choice, Refusal, asked_for, asker, choose, device_of
+from stagelink.plugins.choice import Asker, Choice, Refusal, asked_for, asker, choose, device_of
+from stagelink.plugins.offers import End, Offer, survey
+from stagelink.plugins.plugins import Plugins
 from stagelink.transport.contract import Capabilities, Link, Place, Verdict
 from stagelink.transport.hooks import hookimpl
-from stagelink.transport.offers import End, Offer, survey
-from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 
 from stagelink.errors import PluginError
+from stagelink.plugins.inspection import plugin_problems
+from stagelink.plugins.plugins import Plugins
+from stagelink.plugins.relay import Relay
 from stagelink.transport import hooks
 from stagelink.transport.contract import Link
 from stagelink.transport.events import Event, EventName, LinkCounters
 from stagelink.transport.header import NO_TRACE, TRACE_BYTES, Direction, Header, MessageKind
 from stagelink.transport.hooks import hookimpl
-from stagelink.transport.inspection import plugin_problems
-from stagelink.transport.plugins import Plugins
-from stagelink.transport.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

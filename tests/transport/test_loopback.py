@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import stagelink
+from stagelink.deadline import Deadline
 from stagelink.transport import loopback
-from stagelink.transport.contract import FINISHED, Deadline, Link, Message, Receiver, Sender
+from stagelink.transport.contract import FINISHED, Link, Message, Receiver, Sender
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.loopback import Loopback, LoopbackOptions
 from tests.support.pipelines import LOOPBACK, RENDEZVOUS, Ranks, Wire

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stagelink.errors import PlanError, PluginError, ProtocolError
+from stagelink.plugins.offers import End, Offer, survey
+from stagelink.plugins.plugins import Plugins
 from stagelink.transport.contract import Capabilities, Link, Place, Verdict
-from stagelink.transport.offers import End, Offer, survey
-from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
     from tests.support.site import Site

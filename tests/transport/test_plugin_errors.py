@@ -11,10 +11,10 @@ import pytest
 import stagelink
 from stagelink import Plan
 from stagelink.errors import NoTransportError, PluginError, StagelinkError
+from stagelink.plugins.offers import survey
+from stagelink.plugins.plugins import Plugins
 from stagelink.testing import run_threads
 from stagelink.transport.contract import Link, Place
-from stagelink.transport.offers import survey
-from stagelink.transport.plugins import Plugins
 from tests.support.pipelines import LOOPBACK, document
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 
 import stagelink.transport
 from stagelink.errors import PluginError, UnknownTransportError
+from stagelink.plugins.plugins import Plugins
 from stagelink.transport.contract import Capabilities, Receiver, Sender, Transport, Verdict
-from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
     from tests.support.site import Site
@@ -345,7 +345,7 @@ def test_c057_two_classes_of_one_name_conflict_at_registration() -> None:
 
 
 LOAD = """
-from stagelink.transport.plugins import Plugins
+from stagelink.plugins.plugins import Plugins
 print("LOADED", Plugins().load("faster").__name__)
 try:
     Plugins().load("fast")

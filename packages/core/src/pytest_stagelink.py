@@ -68,7 +68,7 @@ def pytest_collection(session: pytest.Session) -> None:
     names = session.config.getoption(TRANSPORTS)
     if names:
         from stagelink.errors import PluginError  # noqa: PLC0415 - loads torch
-        from stagelink.transport.plugins import Plugins  # noqa: PLC0415
+        from stagelink.plugins.plugins import Plugins  # noqa: PLC0415
 
         try:
             plugins = Plugins()
@@ -116,7 +116,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     count = config.stash.get(_LEFT_OUT, 0)
     if not count:
         return []
-    from stagelink.transport.plugins import Plugins  # noqa: PLC0415 - loads torch; it is there
+    from stagelink.plugins.plugins import Plugins  # noqa: PLC0415 - loads torch; it is there
 
     known = ", ".join(Plugins().known)
     return [

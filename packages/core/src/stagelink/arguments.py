@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from stagelink.errors import UsageError
+from stagelink.text import shown
 
 __all__ = [
     "CALLABLE",
@@ -29,7 +29,6 @@ __all__ = [
     "instance",
     "is_a",
     "optional",
-    "shown",
 ]
 
 P = ParamSpec("P")
@@ -37,9 +36,6 @@ T = TypeVar("T")
 
 _MOST_S = 1e300
 """Beyond the life of anything; whole numbers beyond it do not fit a float."""
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
 class Expected(NamedTuple):
@@ -129,11 +125,3 @@ def checked(**expected: Expected) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return call
 
     return decorate
-
-
-def shown(value: object) -> str:
-    """The value's repr, cut short where it is long, deep or circular."""
-    try:
-        return _repr.repr(value)
-    except ValueError:  # an int of more digits than Python agrees to print
-        return f"<{type(value).__name__}>"

@@ -11,10 +11,10 @@ import torch
 
 from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
 from stagelink.bench.records import Subject
-from stagelink.exchange.arrival import Arrival
-from stagelink.exchange.out_link import SendJob
+from stagelink.deadline import Deadline
+from stagelink.links.arrival import Arrival
+from stagelink.links.out_link import SendJob
 from stagelink.plan import Plan
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header, MessageKind
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from stagelink.bench.pipes import IN_FLIGHT, Timed, read, timed
 from stagelink.bench.raw import COPIERS, Copier, RawPipe, copy_once
 from stagelink.bench.records import KINDS, ONE_WAY_READ, Record, Subject
 from stagelink.control.launch import Launch, StoreAddress
+from stagelink.deadline import Deadline
 from stagelink.exchange.connect import join
 from stagelink.exchange.handler import Handler
-from stagelink.transport.contract import Deadline
-from stagelink.transport.plugins import Plugins
+from stagelink.plugins.plugins import Plugins
 
 if TYPE_CHECKING:
     from stagelink.bench.pipes import Pipe

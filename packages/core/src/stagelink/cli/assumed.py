@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.cli.notes import idle_options, too_much_memory
 from stagelink.errors import StagelinkError, UnknownTransportError
+from stagelink.plugins.choice import asked_for, asker, choose, device_of
+from stagelink.plugins.offers import End, survey
+from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import message_bytes, pairs
-from stagelink.transport.choice import asked_for, asker, choose, device_of
 from stagelink.transport.contract import Link
 from stagelink.transport.host import server_id
-from stagelink.transport.offers import End, survey
-from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stagelink.plan import Edge, Plan
+    from stagelink.plugins.choice import Asker, Choice, Refusal
+    from stagelink.plugins.offers import Survey
     from stagelink.schedule import Verdict
-    from stagelink.transport.choice import Asker, Choice, Refusal
     from stagelink.transport.contract import Footprint
-    from stagelink.transport.offers import Survey
 
 __all__ = ["Assumed", "AssumedLink", "Outcome", "assume", "check_here"]
 

@@ -18,9 +18,9 @@ from stagelink.cli.failures import launching
 from stagelink.cli.output import new_table, plugins_print_to_stderr, print_note, print_parts
 from stagelink.cli.results import ResultFile, write_results
 from stagelink.errors import PluginError
+from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import verify
 from stagelink.transport.host import memory_bytes
-from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,18 +14,18 @@ from rich.text import Text
 
 from stagelink.cli.output import new_table, plugins_print_to_stderr, print_json, print_parts
 from stagelink.errors import PlanError, PluginError
-from stagelink.transport.discovery import DISABLE_VARIABLE
-from stagelink.transport.offers import survey
-from stagelink.transport.options import parse_options
-from stagelink.transport.plugins import Plugins
+from stagelink.plugins.discovery import DISABLE_VARIABLE
+from stagelink.plugins.offers import survey
+from stagelink.plugins.options import parse_options
+from stagelink.plugins.plugins import Plugins
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from rich.table import Table
 
+    from stagelink.plugins.discovery import Found, Installed
     from stagelink.transport.contract import Transport
-    from stagelink.transport.discovery import Found, Installed
 
 __all__ = ["doctor_command"]
 
@@ -34,7 +34,7 @@ _STYLES = {"usable": "green", "unusable": "yellow", "broken": "bold red", "disab
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """One plugin of one distribution; ``state`` is a `stagelink.transport.offers.State`."""
+    """One plugin of one distribution; ``state`` is a `stagelink.plugins.offers.State`."""
 
     name: str
     distribution: str

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from stagelink.plan.problems import did_you_mean
+from stagelink.text import did_you_mean
 from stagelink.transport.host import memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from stagelink.plan import Plan
+    from stagelink.plugins.plugins import Plugins
     from stagelink.transport.contract import Footprint, Link
-    from stagelink.transport.plugins import Plugins
 
 __all__ = ["idle_options", "too_much_memory"]
 

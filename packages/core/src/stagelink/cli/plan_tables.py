@@ -12,7 +12,7 @@ from rich.text import Text
 
 from stagelink.cli.by_hand import window_by_hand
 from stagelink.cli.output import new_table
-from stagelink.plan.problems import ranges
+from stagelink.text import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence

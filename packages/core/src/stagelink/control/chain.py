@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagelink.control.fields import decode, encode
+from stagelink.deadline import Deadline
 from stagelink.errors import ProtocolError
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header, MessageKind
 
 if TYPE_CHECKING:

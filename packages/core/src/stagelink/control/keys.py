@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore
 
-from stagelink.transport.contract import Deadline
+from stagelink.deadline import Deadline
 
 if TYPE_CHECKING:
     import threading

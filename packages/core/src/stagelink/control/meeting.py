@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from stagelink.control.connection import Connection, Frame
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
+    from stagelink.deadline import Deadline
     from stagelink.plan.model import Control
     from stagelink.transport.addresses import Address
-    from stagelink.transport.contract import Deadline
 
 __all__ = ["Meeting"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
-from stagelink.transport.contract import Deadline
 from stagelink.transport.host import process_id
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.control.store import Remote
-    from stagelink.transport.contract import Deadline
+    from stagelink.deadline import Deadline
 
 __all__ = ["open_store"]
 

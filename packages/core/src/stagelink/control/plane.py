@@ -24,6 +24,7 @@ from stagelink.control.failure import Failure
 from stagelink.control.fields import decode, encode
 from stagelink.control.poller import Poller, readable, writable
 from stagelink.control.turns import Turns
+from stagelink.deadline import Deadline
 from stagelink.errors import (
     AbortedError,
     ClosedError,
@@ -34,7 +35,6 @@ from stagelink.errors import (
     StagelinkError,
     TransportError,
 )
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 

@@ -20,7 +20,7 @@ from stagelink.transport.header import Direction, Header, MessageKind
 if TYPE_CHECKING:
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
-    from stagelink.transport.contract import Deadline
+    from stagelink.deadline import Deadline
 
 __all__ = ["Reducer", "Tree", "spanning_tree"]
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from stagelink.control.keys import Keys, Pause
 from stagelink.control.missing import Holder, late_ranks, listed
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, RankTakenError
-from stagelink.transport.contract import Deadline
 from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from weakref import WeakSet, finalize
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from stagelink.control.listening import store_host
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
-from stagelink.transport.contract import Deadline
 
 __all__ = ["Remote", "StoreClient", "remote_of"]
 

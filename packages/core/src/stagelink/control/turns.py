@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
-    from stagelink.transport.contract import Deadline
+    from stagelink.deadline import Deadline
 
 __all__ = ["Turns"]
 

@@ -12,16 +12,16 @@ from stagelink.arguments import ITERABLE, NAME, checked, instance, optional
 from stagelink.control.launch import Launch, StoreAddress
 from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
+from stagelink.deadline import Deadline
 from stagelink.errors import PlanError
 from stagelink.exchange.engine import Engine
 from stagelink.exchange.handler import Handler
-from stagelink.exchange.topology import routes_of
+from stagelink.links.topology import routes_of
 from stagelink.plan import Plan
+from stagelink.plugins.choice import asked_for
+from stagelink.plugins.offers import survey
+from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import require, verify
-from stagelink.transport.choice import asked_for
-from stagelink.transport.contract import Deadline
-from stagelink.transport.offers import survey
-from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
     from stagelink.plan import Stage

@@ -8,25 +8,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stagelink.control.reduce import Reducer, spanning_tree
+from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError
 from stagelink.exchange.endings import Endings
-from stagelink.exchange.joint import Joint
 from stagelink.exchange.mail import Mail
 from stagelink.exchange.opening import Openings
-from stagelink.exchange.topology import followers_of, siblings_of
-from stagelink.exchange.ways import Ways
-from stagelink.transport.contract import Deadline
+from stagelink.links.joint import Joint
+from stagelink.links.topology import followers_of, siblings_of
+from stagelink.links.ways import Ways
 from stagelink.transport.events import Event
 
 if TYPE_CHECKING:
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.plan import Plan
+    from stagelink.plugins.offers import Survey
+    from stagelink.plugins.plugins import Plugins
     from stagelink.schedule import Verdict
     from stagelink.transport.contract import Link
     from stagelink.transport.events import EventName
     from stagelink.transport.header import Header
-    from stagelink.transport.offers import Survey
-    from stagelink.transport.plugins import Plugins
 
 __all__ = ["Engine"]
 

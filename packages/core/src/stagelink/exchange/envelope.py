@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.errors import MessageError
-from stagelink.exchange.out_link import SendJob
+from stagelink.links.out_link import SendJob
 from stagelink.transport.header import Direction, Flag, Header, MessageKind
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of, from_bytes, from_raw, raw_bytes, to_bytes
@@ -14,8 +14,8 @@ from stagelink.transport.payload import content_of, from_bytes, from_raw, raw_by
 if TYPE_CHECKING:
     import torch
 
-    from stagelink.exchange.arrival import Arrival, Key
-    from stagelink.exchange.ways import WayOut
+    from stagelink.links.arrival import Arrival, Key
+    from stagelink.links.ways import WayOut
     from stagelink.plan import Edge
 
 __all__ = ["Terms", "check_contract", "check_gradient", "seal", "unseal"]

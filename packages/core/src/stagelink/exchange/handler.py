@@ -22,11 +22,11 @@ from stagelink.arguments import (
     optional,
 )
 from stagelink.control.listening import gloo_address_by
+from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
 from stagelink.exchange.eager import session_class
 from stagelink.exchange.unclosed import closed, opened
 from stagelink.schedule import UNTIL_END, Verdict, actions_of, check_microbatches, require, verify
-from stagelink.transport.contract import Deadline, Link
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from stagelink.exchange.session import Session
     from stagelink.plan import Plan, Stage
     from stagelink.schedule import Action
+    from stagelink.transport.contract import Link
     from stagelink.transport.events import LinkCounters
 
 __all__ = ["Handler"]

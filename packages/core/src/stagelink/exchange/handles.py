@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from stagelink.exchange.out_link import SendJob
+    from stagelink.links.out_link import SendJob
 
 __all__ = ["Awaited", "RecvHandle", "SendHandle"]
 

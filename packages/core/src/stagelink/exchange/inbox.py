@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stagelink.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from stagelink.exchange.arrival import Arrival, Key
+    from stagelink.links.arrival import Arrival, Key
     from stagelink.transport.header import Direction
 
 __all__ = ["Inbox"]

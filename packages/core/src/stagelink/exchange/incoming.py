@@ -9,18 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stagelink.control.chain import Awaited
+from stagelink.deadline import Deadline
 from stagelink.errors import (
     DeadlineError,
     MessageError,
     ProtocolError,
     RefusedError,
 )
-from stagelink.exchange.arrival import Arrival, Key
-from stagelink.exchange.bound import check_declared
-from stagelink.exchange.driving import wait_driving
 from stagelink.exchange.inbox import Inbox
 from stagelink.exchange.places import Places
-from stagelink.transport.contract import Deadline
+from stagelink.links.arrival import Arrival, Key
+from stagelink.links.bound import check_declared
+from stagelink.links.driving import wait_driving
 from stagelink.transport.header import Direction, Header, MessageKind
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stagelink.exchange.endings import Endings
     from stagelink.exchange.outgoing import Outgoing
     from stagelink.exchange.presence import Presence
-    from stagelink.exchange.ways import Observe, WayIn
+    from stagelink.links.ways import Observe, WayIn
 
 __all__ = ["Incoming"]
 

@@ -17,9 +17,9 @@ from stagelink.exchange.presence import Presence
 
 if TYPE_CHECKING:
     from stagelink.control.plane import Plane
-    from stagelink.exchange.arrival import Key
     from stagelink.exchange.endings import Endings
-    from stagelink.exchange.ways import Observe, Trace
+    from stagelink.links.arrival import Key
+    from stagelink.links.ways import Observe, Trace
     from stagelink.plan import Edge
 
 __all__ = ["Mail"]

@@ -11,9 +11,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from stagelink.control.fields import decode, encode
+from stagelink.deadline import Deadline
 from stagelink.errors import DisagreementError, PlanError, ProtocolError
 from stagelink.schedule import UNTIL_END, check_microbatches
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Header, MessageKind
 
 if TYPE_CHECKING:

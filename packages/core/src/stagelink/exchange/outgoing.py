@@ -18,13 +18,13 @@ from stagelink.transport.header import Direction, Header, MessageKind
 if TYPE_CHECKING:
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
-    from stagelink.exchange.arrival import Key
-    from stagelink.exchange.out_link import OutLink, SendJob
+    from stagelink.deadline import Deadline
     from stagelink.exchange.presence import Presence
-    from stagelink.exchange.ways import Observe, Trace, WayOut
-    from stagelink.exchange.window import Window
+    from stagelink.links.arrival import Key
+    from stagelink.links.out_link import OutLink, SendJob
+    from stagelink.links.ways import Observe, Trace, WayOut
+    from stagelink.links.window import Window
     from stagelink.plan import Edge
-    from stagelink.transport.contract import Deadline
     from stagelink.transport.events import EventName
 
 __all__ = ["Outgoing"]

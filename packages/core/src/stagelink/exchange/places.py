@@ -15,8 +15,8 @@ from stagelink.transport.header import Direction
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from stagelink.exchange.arrival import Key
-    from stagelink.exchange.ways import WayIn
+    from stagelink.links.arrival import Key
+    from stagelink.links.ways import WayIn
     from stagelink.plan import Edge
     from stagelink.transport.header import Header
 

@@ -11,8 +11,8 @@ from stagelink.transport.header import MessageKind
 if TYPE_CHECKING:
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
-    from stagelink.exchange.arrival import Key
     from stagelink.exchange.endings import Endings
+    from stagelink.links.arrival import Key
 
 __all__ = ["STOPPED", "Presence"]
 

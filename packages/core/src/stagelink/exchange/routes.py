@@ -16,7 +16,7 @@ from stagelink.transport.header import Direction
 
 if TYPE_CHECKING:
     from stagelink.exchange.mail import Mail
-    from stagelink.exchange.ways import WayIn, WayOut
+    from stagelink.links.ways import WayIn, WayOut
     from stagelink.plan import Edge, Plan
 
 __all__ = ["Routes"]

@@ -8,16 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from stagelink.arguments import COUNT, FLAG, SECONDS, expect, is_a
+from stagelink.deadline import Deadline
 from stagelink.errors import MessageError, UsageError
-from stagelink.exchange.arrival import Arrival, Key
 from stagelink.exchange.envelope import Terms, check_contract, check_gradient, seal, unseal
 from stagelink.exchange.handles import RecvHandle, SendHandle
 from stagelink.exchange.marks import Marks
-from stagelink.exchange.out_link import SendJob
 from stagelink.exchange.presence import STOPPED
 from stagelink.exchange.routes import Routes
+from stagelink.links.arrival import Arrival, Key
+from stagelink.links.out_link import SendJob
 from stagelink.schedule import UNTIL_END, rank_for
-from stagelink.transport.contract import Deadline
 from stagelink.transport.header import Direction, Header
 from stagelink.transport.lanes import device_here
 from stagelink.transport.modes import outside_modes
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from stagelink.exchange.mail import Mail
     from stagelink.exchange.opening import Mode, Opening
-    from stagelink.exchange.ways import WayIn, WayOut
+    from stagelink.links.ways import WayIn, WayOut
     from stagelink.plan import Limits, Plan
     from stagelink.schedule import Action
 

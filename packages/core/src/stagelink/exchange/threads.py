@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 from torch.distributed import HashStore
 
 from stagelink.arguments import CALLABLE, checked, instance
+from stagelink.deadline import Deadline
 from stagelink.errors import AbortedError, PeerClosedError
 from stagelink.exchange.connect import connect
 from stagelink.plan import LinkRule, Plan
-from stagelink.transport.contract import Deadline
 from stagelink.transport.loopback import Loopback
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
-from stagelink.plan.problems import Problem, quoted
+from stagelink.plan.problems import Problem
 from stagelink.plan.rules import named_keys
+from stagelink.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

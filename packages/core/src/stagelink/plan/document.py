@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from stagelink.plan.dtypes import DTYPE_BY_NAME, MAX_DIMS
 from stagelink.plan.model import ROUTINGS, SCHEDULES, Control, Limits
-from stagelink.plan.problems import shown, unknown
+from stagelink.text import shown, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagelink.plan.problems import shown
+from stagelink.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,8 +19,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from stagelink.errors import PlanError
 from stagelink.plan.model import most_microbatches
-from stagelink.plan.problems import Problem, plan_error, ranges, shown
+from stagelink.plan.problems import Problem, plan_error
 from stagelink.plan.reading import problem_text
+from stagelink.text import ranges, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

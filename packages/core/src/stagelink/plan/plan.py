@@ -9,16 +9,16 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from stagelink.arguments import NAME, PATH, checked, is_a, shown
+from stagelink.arguments import NAME, PATH, checked, is_a
 from stagelink.errors import PlanError
 from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
 from stagelink.plan.facts import digest_of, facts_of
 from stagelink.plan.files import parse_toml, read_mapping
 from stagelink.plan.launch import launch_problems
 from stagelink.plan.model import ASYNCHRONOUS, WITH_WARM_UP, Control, Edge, Limits, Stage, Tensor
-from stagelink.plan.problems import unknown
 from stagelink.plan.reading import read_document
 from stagelink.plan.stage_checks import too_many_microbatches
+from stagelink.text import shown, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

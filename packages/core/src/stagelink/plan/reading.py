@@ -19,7 +19,8 @@ from stagelink.plan.document import (
     StageTable,
     TensorTable,
 )
-from stagelink.plan.problems import Problem, plan_error, shown, unknown
+from stagelink.plan.problems import Problem, plan_error
+from stagelink.text import shown, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

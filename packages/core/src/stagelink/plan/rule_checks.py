@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagelink.plan.problems import Problem, did_you_mean, quoted, repeats, unknown
+from stagelink.plan.problems import Problem
 from stagelink.plan.rules import AUTO
+from stagelink.text import did_you_mean, quoted, repeats, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagelink.plan.model import WITH_WARM_UP, most_microbatches
-from stagelink.plan.problems import Problem, ranges, repeats, shown
+from stagelink.plan.problems import Problem
+from stagelink.text import ranges, repeats, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from stagelink.plan.dtypes import DTYPE_BY_NAME
 from stagelink.plan.graph import pieces, shortest_path
-from stagelink.plan.problems import Problem, quoted, repeats, shown, unknown
+from stagelink.plan.problems import Problem
+from stagelink.text import quoted, repeats, shown, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,12 +13,12 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from stagelink.arguments import shown
 from stagelink.errors import UsageError
 from stagelink.exchange.handler import Handler
 from stagelink.runner.losses import Reduction, module_of, reduction_of
 from stagelink.runner.step import Steppers
 from stagelink.runner.trained import Trained, held_by
+from stagelink.text import shown
 
 __all__ = [
     "check_parts",

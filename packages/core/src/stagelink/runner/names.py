@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stagelink.errors import UsageError
-from stagelink.plan.problems import unknown
 from stagelink.runner.parameters import parameters_of
+from stagelink.text import unknown
 
 if TYPE_CHECKING:
     from stagelink.plan import Plan, Stage

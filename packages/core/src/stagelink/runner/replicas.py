@@ -26,8 +26,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, DisagreementError, TransportError
-from stagelink.transport.contract import Deadline
 from stagelink.transport.gloo_groups import gloo_group
 from stagelink.transport.host import server_id
 

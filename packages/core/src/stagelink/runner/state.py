@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stagelink.arguments import shown
 from stagelink.errors import UsageError
+from stagelink.text import shown
 
 if TYPE_CHECKING:
     from stagelink.exchange.handler import Handler

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from stagelink.arguments import MAPPING, checked, instance, optional
 from stagelink.errors import PlanError, VerificationError
 from stagelink.plan import Plan
-from stagelink.plan.problems import quoted, shown
 from stagelink.plan.stage_checks import too_many_microbatches
 from stagelink.schedule.actions import UNTIL_END, actions_for
 from stagelink.schedule.checks import action_problems
@@ -18,6 +17,7 @@ from stagelink.schedule.versions import version_problems
 from stagelink.schedule.waits import circle, describe
 from stagelink.schedule.walk import walk
 from stagelink.schedule.windows import at_least_two, forward_windows, training_windows
+from stagelink.text import quoted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

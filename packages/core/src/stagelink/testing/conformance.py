@@ -36,6 +36,9 @@ except ModuleNotFoundError as error:
 
 import torch
 
+from stagelink.plugins.options import parse_options
+from stagelink.plugins.plugins import Plugins
+from stagelink.plugins.validation import transport_problems
 from stagelink.testing import drivers
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.pool import RankPool
@@ -44,9 +47,6 @@ from stagelink.testing.scenes import NOTHING_TO_WAIT_FOR, Scene, plays_scene
 from stagelink.testing.subject import Subject
 from stagelink.testing.threads import run_threads
 from stagelink.transport.contract import Capabilities, Link, Place, Transport, Verdict
-from stagelink.transport.options import parse_options
-from stagelink.transport.plugins import Plugins
-from stagelink.transport.validation import transport_problems
 
 if TYPE_CHECKING:
     from stagelink.testing.programs import Pass

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.transport.contract import Announce, Deadline, Link, Port, Transport
+    from stagelink.deadline import Deadline
+    from stagelink.transport.contract import Announce, Link, Port, Transport
     from stagelink.transport.header import Header
 
 __all__ = ["Corrupt", "Fail", "Gate", "Hold", "Point", "faulty"]

@@ -10,7 +10,8 @@ from stagelink.transport.contract import Pending, Ready, Sender
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stagelink.transport.contract import Announce, Deadline, Link, Message, Port, Transport
+    from stagelink.deadline import Deadline
+    from stagelink.transport.contract import Announce, Link, Message, Port, Transport
 
 __all__ = ["late"]
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagelink.transport.contract import Deadline
+from stagelink.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

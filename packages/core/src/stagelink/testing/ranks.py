@@ -21,11 +21,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple
 
+from stagelink.deadline import Deadline
 from stagelink.testing.jobs import Job, Task
 from stagelink.testing.outcome import Outcome, RankFailedError
 from stagelink.testing.serving import Event, Failed, Returned
 from stagelink.testing.worker import start_workers
-from stagelink.transport.contract import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,14 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.transport.contract import (
-        Announce,
-        Deadline,
-        Link,
-        Message,
-        Port,
-        Transport,
-    )
+    from stagelink.deadline import Deadline
+    from stagelink.transport.contract import Announce, Link, Message, Port, Transport
     from stagelink.transport.header import Header
 
 __all__ = ["rendezvous"]

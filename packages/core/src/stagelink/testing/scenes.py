@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.distributed import PrefixStore
 
+from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError
 from stagelink.testing.ports import MutedPort
 from stagelink.testing.samples import difference, tensors_of_sizes
 from stagelink.testing.watch import SLACK_S
-from stagelink.transport.contract import Deadline, Pending, Ready, Receiver, Sender
+from stagelink.transport.contract import Pending, Ready, Receiver, Sender
 from stagelink.transport.payload import payload_problem
 
 if TYPE_CHECKING:

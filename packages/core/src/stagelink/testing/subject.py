@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from stagelink.exchange.connect import connect
 from stagelink.plan import Plan
+from stagelink.plugins.plugins import Plugins
 from stagelink.testing.rendezvous import rendezvous
 from stagelink.testing.watch import Watch, watched
-from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

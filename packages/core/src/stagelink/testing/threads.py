@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from torch.distributed import HashStore
 
+from stagelink.deadline import Deadline
 from stagelink.testing.outcome import Outcome, RankFailedError
-from stagelink.transport.contract import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable

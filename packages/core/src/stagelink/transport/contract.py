@@ -23,11 +23,12 @@ return at once and never raise.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from stagelink.deadline import Deadline
 
 if TYPE_CHECKING:
     import torch
@@ -62,33 +63,6 @@ API_VERSION = (1, 1)
 A transport states the version it was written for. The same major and a minor not newer than core's
 is accepted: minors only add.
 """
-
-
-_MOST_S = 20 * 86400.0
-
-
-class Deadline:
-    """A moment after which a wait is given up.
-
-    Args:
-        seconds: from now; may be infinite.
-    """
-
-    __slots__ = ("_end", "seconds")
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds left, 0 when it has passed; 20 days at most, which `poll` can still count."""
-        return min(max(0.0, self._end - time.monotonic()), _MOST_S)
-
-    @property
-    def passed(self) -> bool:
-        """Whether no time is left."""
-        return time.monotonic() >= self._end
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from stagelink.transport.modes import outside_modes
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from stagelink.transport.contract import Deadline, Port
+    from stagelink.deadline import Deadline
+    from stagelink.transport.contract import Port
 
 __all__ = ["CudaLane", "HostLane", "Lane", "Moment", "device_here", "reach"]
 

@@ -20,7 +20,6 @@ from stagelink.transport.contract import (
     FINISHED,
     Announce,
     Capabilities,
-    Deadline,
     Link,
     Message,
     Pending,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from stagelink.deadline import Deadline
     from stagelink.transport.header import Header
 
 __all__ = ["Loopback", "LoopbackOptions"]

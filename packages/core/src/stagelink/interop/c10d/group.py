@@ -12,9 +12,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from stagelink.deadline import Deadline
 from stagelink.errors import MessageError, PlanError, StagelinkError
-from stagelink.exchange.arrival import Arrival
-from stagelink.exchange.out_link import SendJob
 from stagelink.interop.c10d.arguments import one_tensor, whole
 from stagelink.interop.c10d.collectives import WithCollectives
 from stagelink.interop.c10d.mailbox import Address
@@ -22,8 +21,9 @@ from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions
 from stagelink.interop.c10d.tools import recorded, untraced
 from stagelink.interop.c10d.works import Given, RecvWork, SendWork
+from stagelink.links.arrival import Arrival
+from stagelink.links.out_link import SendJob
 from stagelink.transport.addresses import check_reachable, is_loopback
-from stagelink.transport.contract import Deadline
 from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
 from stagelink.transport.header import Flag, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-    from stagelink.exchange.out_link import OutLink
+    from stagelink.links.out_link import OutLink
 
 __all__ = ["StagelinkGroup", "register"]
 

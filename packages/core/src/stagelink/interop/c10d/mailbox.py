@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from stagelink.errors import ProtocolError
-from stagelink.exchange.arrival import Arrival
+from stagelink.links.arrival import Arrival
 from stagelink.transport.header import Direction, Header, MessageKind
 
 if TYPE_CHECKING:
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
-    from stagelink.exchange.in_link import InLink
+    from stagelink.links.in_link import InLink
 
 __all__ = ["Address", "Claim", "Mailbox"]
 

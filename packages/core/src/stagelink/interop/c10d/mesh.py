@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
-from stagelink.exchange.arrival import Arrival
-from stagelink.exchange.joint import Joint
-from stagelink.exchange.topology import routes_of
+from stagelink.deadline import Deadline
 from stagelink.exchange.unclosed import closed, opened
-from stagelink.exchange.ways import Ways
 from stagelink.interop.c10d.errors import error_like
 from stagelink.interop.c10d.mailbox import Address, Mailbox
-from stagelink.transport.choice import asked_for
-from stagelink.transport.contract import Deadline
+from stagelink.links.arrival import Arrival
+from stagelink.links.joint import Joint
+from stagelink.links.topology import routes_of
+from stagelink.links.ways import Ways
+from stagelink.plugins.choice import asked_for
+from stagelink.plugins.offers import survey
+from stagelink.plugins.plugins import Plugins
 from stagelink.transport.header import Direction, Header, MessageKind
-from stagelink.transport.offers import survey
-from stagelink.transport.plugins import Plugins
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.control.connection import Frame
-    from stagelink.exchange.in_link import InLink
-    from stagelink.exchange.out_link import OutLink
+    from stagelink.links.in_link import InLink
+    from stagelink.links.out_link import OutLink
     from stagelink.plan import Plan
     from stagelink.transport.contract import Link
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stagelink.errors import PlanError
 from stagelink.plan import Plan
 from stagelink.plan.files import read_mapping
-from stagelink.plan.problems import did_you_mean
+from stagelink.text import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from stagelink.control.chain import Awaited
+from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
-from stagelink.exchange.driving import wait_driving
 from stagelink.interop.c10d.arguments import seconds_of
 from stagelink.interop.c10d.tools import recorded, untraced
-from stagelink.transport.contract import Deadline
+from stagelink.links.driving import wait_driving
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import from_bytes, has_memory, to_bytes
@@ -23,11 +23,11 @@ from stagelink.transport.payload import from_bytes, has_memory, to_bytes
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from stagelink.exchange.arrival import Arrival
-    from stagelink.exchange.in_link import InLink
-    from stagelink.exchange.out_link import OutLink, SendJob
     from stagelink.interop.c10d.mailbox import Address
     from stagelink.interop.c10d.mesh import Mesh
+    from stagelink.links.arrival import Arrival
+    from stagelink.links.in_link import InLink
+    from stagelink.links.out_link import OutLink, SendJob
     from stagelink.plan.dtypes import DType
     from stagelink.transport.lanes import Moment
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from stagelink.control.launch import StoreAddress
 from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, PlanError, UsageError
 from stagelink.interop.pipedream.line import Account
 from stagelink.interop.pipedream.replicas import backend_for, explain_by
 from stagelink.plan.launch import launch_problems
-from stagelink.transport.contract import Deadline
 from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:

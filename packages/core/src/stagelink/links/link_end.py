@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from stagelink.control.connection import close_all
+from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, PeerClosedError, StagelinkError, TransportError
-from stagelink.transport.contract import Deadline
 from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:

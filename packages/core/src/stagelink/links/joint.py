@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 from stagelink.control.meeting import Meeting
 from stagelink.control.plane import Plane
+from stagelink.deadline import Deadline
 from stagelink.errors import AbortedError, DisagreementError, StagelinkError
-from stagelink.exchange.link_end import give_back
-from stagelink.exchange.topology import neighbours
-from stagelink.exchange.watch import AbortWatch
-from stagelink.exchange.wiring import Wiring
+from stagelink.links.link_end import give_back
+from stagelink.links.topology import neighbours
+from stagelink.links.watch import AbortWatch
+from stagelink.links.wiring import Wiring
 from stagelink.plan import differences
+from stagelink.plugins.choice import asker
+from stagelink.plugins.offers import End, Survey
 from stagelink.transport.buffers import BufferPool
-from stagelink.transport.choice import asker
-from stagelink.transport.contract import Deadline
 from stagelink.transport.host import process_id, server_id
 from stagelink.transport.interrupts import stops_caller
-from stagelink.transport.offers import End, Survey
 
 if TYPE_CHECKING:
     from stagelink.control.rendezvous import Rendezvous
-    from stagelink.exchange.ways import Ways
+    from stagelink.links.ways import Ways
     from stagelink.plan import Plan
+    from stagelink.plugins.plugins import Plugins
     from stagelink.transport.contract import Link, Transport
-    from stagelink.transport.plugins import Plugins
 
 __all__ = ["Joint"]
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
+    from stagelink.deadline import Deadline
     from stagelink.errors import StagelinkError
-    from stagelink.transport.contract import Deadline
 
 __all__ = ["AbortWatch"]
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagelink.errors import PluginError, UnknownTransportError
-from stagelink.transport.discovery import (
+from stagelink.plugins.discovery import (
     OBSERVERS,
     TRANSPORTS,
     Found,
     conflict,
     discover,
 )
-from stagelink.transport.inspection import plugin_problems
-from stagelink.transport.loading import broken, import_plugin, transport_of
-from stagelink.transport.relay import Relay
-from stagelink.transport.validation import transport_problems
+from stagelink.plugins.inspection import plugin_problems
+from stagelink.plugins.loading import broken, import_plugin, transport_of
+from stagelink.plugins.relay import Relay
+from stagelink.plugins.validation import transport_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,16 +11,17 @@ import torch
 
 from stagelink.control.connection import close_all
 from stagelink.errors import ProtocolError, TransportError
-from stagelink.exchange.link_end import FOREVER, LinkEnd, raise_mapped
+from stagelink.links.link_end import FOREVER, LinkEnd, raise_mapped
 from stagelink.transport.contract import Pending, Ready
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.payload import payload_problem
 
 if TYPE_CHECKING:
+    from stagelink.deadline import Deadline
     from stagelink.errors import StagelinkError
-    from stagelink.exchange.arrival import Arrival
-    from stagelink.exchange.bound import Bound
-    from stagelink.transport.contract import Capabilities, Deadline, Link, Receiver
+    from stagelink.links.arrival import Arrival
+    from stagelink.links.bound import Bound
+    from stagelink.transport.contract import Capabilities, Link, Receiver
     from stagelink.transport.lanes import Lane
 
 __all__ = ["InLink"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from stagelink.plan.problems import quoted
+from stagelink.text import quoted
 from stagelink.transport import hooks
 
 if TYPE_CHECKING:

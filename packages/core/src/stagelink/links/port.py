@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from stagelink.errors import PeerClosedError, TransportError
-from stagelink.exchange.out_link import OutLink
+from stagelink.links.out_link import OutLink
 from stagelink.transport.header import MAX_NOTE_BYTES, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.control.plane import Plane
-    from stagelink.exchange.link_end import LinkEnd
-    from stagelink.exchange.wiring import Wiring
-    from stagelink.transport.contract import Deadline, Link, Port
+    from stagelink.deadline import Deadline
+    from stagelink.links.link_end import LinkEnd
+    from stagelink.links.wiring import Wiring
+    from stagelink.transport.contract import Link, Port
     from stagelink.transport.lanes import Lane
 
 __all__ = ["other_end", "port_of", "post_for"]

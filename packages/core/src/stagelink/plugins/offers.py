@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from stagelink.errors import PluginError, ProtocolError, UnknownTransportError
+from stagelink.plugins.loading import broken
+from stagelink.plugins.options import parse_options
+from stagelink.plugins.plugin_errors import raised
 from stagelink.transport.contract import Capabilities, Footprint, Place, Verdict
 from stagelink.transport.interrupts import raised_by_signal_handler
-from stagelink.transport.loading import broken
-from stagelink.transport.options import parse_options
-from stagelink.transport.plugin_errors import raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pydantic import JsonValue
 
+    from stagelink.plugins.plugins import Plugins
     from stagelink.transport.contract import Link, Transport
-    from stagelink.transport.plugins import Plugins
 
 __all__ = ["End", "Offer", "State", "Survey", "survey"]
 
@@ -30,7 +30,7 @@ State = Literal["usable", "unusable", "broken", "disabled", "absent"]
 """Whether a rank can use a transport.
 
 ``usable``: it can. ``unusable``: the transport's own probe says no. ``broken``: its plugin is.
-``disabled``: by `stagelink.transport.discovery.DISABLE_VARIABLE`. ``absent``: it is not installed.
+``disabled``: by `stagelink.plugins.discovery.DISABLE_VARIABLE`. ``absent``: it is not installed.
 """
 
 
@@ -139,7 +139,7 @@ def survey(
 
     Args:
         plugins: where to find them.
-        names: those to look at; None: all. See `stagelink.transport.choice.asked_for`.
+        names: those to look at; None: all. See `stagelink.plugins.choice.asked_for`.
         options: the plan's ``[transports.NAME]`` tables.
         devices: kinds of device of the links in question. A transport for others is not asked to
             describe itself: a GPU would be set up for that.

@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from stagelink.errors import PluginError
-from stagelink.plan.problems import unknown
+from stagelink.text import unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

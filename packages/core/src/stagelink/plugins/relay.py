@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stagelink.errors import PluginError
-from stagelink.plan.problems import quoted
+from stagelink.plugins.inspection import new_manager
+from stagelink.plugins.plugin_errors import raised
+from stagelink.text import quoted
 from stagelink.transport.header import NO_TRACE, TRACE_BYTES
-from stagelink.transport.inspection import new_manager
 from stagelink.transport.interrupts import stops_caller
-from stagelink.transport.plugin_errors import raised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

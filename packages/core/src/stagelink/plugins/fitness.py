@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.plan.problems import quoted
+from stagelink.text import quoted
 from stagelink.transport.contract import Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from stagelink.plan.model import Edge
+    from stagelink.plugins.offers import End, Offer
     from stagelink.transport.contract import Capabilities, Place, Verdict
-    from stagelink.transport.offers import End, Offer
 
 __all__ = ["Asker", "Case"]
 
@@ -25,7 +25,7 @@ class Asker(NamedTuple):
     Attributes:
         can_connect: `Transport.can_connect` of the link's transport, given the place of the link's
             source and that of its target.
-        select: `stagelink.transport.relay.Relay.select_transport`.
+        select: `stagelink.plugins.relay.Relay.select_transport`.
         errors: what is wrong with this process's transports that are broken or missing, by name.
     """
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from stagelink.exchange.arrival import Arrival
-    from stagelink.exchange.in_link import InLink
-    from stagelink.exchange.out_link import OutLink
-    from stagelink.exchange.window import Window
+    from stagelink.links.arrival import Arrival
+    from stagelink.links.in_link import InLink
+    from stagelink.links.out_link import OutLink
+    from stagelink.links.window import Window
     from stagelink.plan import Edge
     from stagelink.transport.contract import Link
     from stagelink.transport.events import EventName, LinkCounters

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.errors import NoTransportError, PluginError, UnknownTransportError
-from stagelink.plan.problems import quoted
 from stagelink.plan.rules import AUTO, LinkFacts, rule_for
-from stagelink.transport.fitness import Asker, Case
+from stagelink.plugins.fitness import Asker, Case
+from stagelink.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from stagelink.plan.model import Edge
     from stagelink.plan.plan import Plan
     from stagelink.plan.rules import LinkRule
+    from stagelink.plugins.offers import End, Survey
+    from stagelink.plugins.relay import Relay
     from stagelink.transport.contract import Link, Place, Verdict
-    from stagelink.transport.offers import End, Survey
-    from stagelink.transport.relay import Relay
 
 __all__ = ["Asker", "Choice", "Refusal", "asked_for", "asker", "choose", "device_of"]
 

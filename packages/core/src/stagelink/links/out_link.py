@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from stagelink.errors import PeerClosedError, StagelinkError, TransportError
-from stagelink.exchange.link_end import FOREVER, LinkEnd, raise_mapped
+from stagelink.links.link_end import FOREVER, LinkEnd, raise_mapped
 from stagelink.transport.contract import Link, Message, Pending, Ready
 from stagelink.transport.interrupts import stops_caller
 

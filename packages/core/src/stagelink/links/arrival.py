@@ -9,7 +9,7 @@ from stagelink.transport.header import Direction
 if TYPE_CHECKING:
     import torch
 
-    from stagelink.exchange.in_link import InLink
+    from stagelink.links.in_link import InLink
     from stagelink.transport.header import Header
     from stagelink.transport.lanes import Moment
 

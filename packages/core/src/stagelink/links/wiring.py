@@ -19,14 +19,14 @@ from stagelink.errors import (
     StagelinkError,
     TransportError,
 )
-from stagelink.exchange.bound import Bound
-from stagelink.exchange.in_link import InLink
-from stagelink.exchange.out_link import OutLink
-from stagelink.exchange.port import other_end, port_of, post_for
-from stagelink.exchange.topology import routes_of
-from stagelink.exchange.ways import WayIn, WayOut
-from stagelink.exchange.window import Window
-from stagelink.transport.choice import Choice, choose
+from stagelink.links.bound import Bound
+from stagelink.links.in_link import InLink
+from stagelink.links.out_link import OutLink
+from stagelink.links.port import other_end, port_of, post_for
+from stagelink.links.topology import routes_of
+from stagelink.links.ways import WayIn, WayOut
+from stagelink.links.window import Window
+from stagelink.plugins.choice import Choice, choose
 from stagelink.transport.contract import Link, Receiver, Sender
 from stagelink.transport.events import LinkCounters
 from stagelink.transport.header import Direction, Header, MessageKind
@@ -36,13 +36,14 @@ if TYPE_CHECKING:
     from stagelink.control.connection import Frame
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
-    from stagelink.exchange.link_end import LinkEnd
-    from stagelink.exchange.ways import Ways
+    from stagelink.deadline import Deadline
+    from stagelink.links.link_end import LinkEnd
+    from stagelink.links.ways import Ways
     from stagelink.plan import Edge, Plan
+    from stagelink.plugins.choice import Asker
+    from stagelink.plugins.offers import End, Survey
     from stagelink.transport.buffers import BufferPool
-    from stagelink.transport.choice import Asker
-    from stagelink.transport.contract import Deadline, Transport
-    from stagelink.transport.offers import End, Survey
+    from stagelink.transport.contract import Transport
 
 __all__ = ["Wiring"]
 
@@ -107,7 +108,7 @@ class Wiring:
         Args:
             ends: what each peer, and this rank, said of itself.
             found: this rank's transports.
-            ask: see `stagelink.transport.choice.asker`.
+            ask: see `stagelink.plugins.choice.asker`.
             deadline: for the peers' choices.
 
         Raises:

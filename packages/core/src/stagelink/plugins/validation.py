@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pydantic import PydanticUserError, TypeAdapter
 
 from stagelink.plan.dtypes import DTYPE_BY_NAME
-from stagelink.plan.problems import quoted, unknown
+from stagelink.text import quoted, unknown
 from stagelink.transport.contract import API_VERSION, Capabilities, Transport
 
 __all__ = ["transport_problems"]

@@ -9,9 +9,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from stagelink.errors import PlanError, PluginError
-from stagelink.plan.problems import shown, unknown
+from stagelink.plugins.plugin_errors import raised
+from stagelink.text import shown, unknown
 from stagelink.transport.interrupts import raised_by_signal_handler
-from stagelink.transport.plugin_errors import raised
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,8 +10,8 @@ from stagelink.errors import ClosedError, PeerClosedError, StagelinkError
 if TYPE_CHECKING:
     from stagelink.control.chain import Awaited
     from stagelink.control.plane import Plane
-    from stagelink.exchange.in_link import InLink
-    from stagelink.transport.contract import Deadline
+    from stagelink.deadline import Deadline
+    from stagelink.links.in_link import InLink
 
 __all__ = ["wait_driving"]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from stagelink.errors import PluginError
-from stagelink.plan.problems import quoted
-from stagelink.transport.discovery import DISABLE_VARIABLE
-from stagelink.transport.inspection import plugin_problems, registered_by
+from stagelink.plugins.discovery import DISABLE_VARIABLE
+from stagelink.plugins.inspection import plugin_problems, registered_by
+from stagelink.plugins.plugin_errors import raised
+from stagelink.plugins.validation import transport_problems
+from stagelink.text import quoted
 from stagelink.transport.interrupts import raised_by_signal_handler
-from stagelink.transport.plugin_errors import raised
-from stagelink.transport.validation import transport_problems
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stagelink.plugins.discovery import Found
     from stagelink.transport.contract import Transport
-    from stagelink.transport.discovery import Found
 
 __all__ = ["broken", "import_plugin", "transport_of"]
 

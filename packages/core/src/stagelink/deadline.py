@@ -1,0 +1,33 @@
+"""A moment in time after which a wait is given up."""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["Deadline"]
+
+_MOST_S = 20 * 86400.0
+
+
+class Deadline:
+    """A moment after which a wait is given up.
+
+    Args:
+        seconds: from now; may be infinite.
+    """
+
+    __slots__ = ("_end", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, 0 when it has passed; 20 days at most, which `poll` can still count."""
+        return min(max(0.0, self._end - time.monotonic()), _MOST_S)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self._end

@@ -1,0 +1,1 @@
+"""Finding plugins, checking them, and choosing a transport for each link."""

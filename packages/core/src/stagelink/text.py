@@ -1,0 +1,74 @@
+"""Words of messages: names in quotes, ranges of numbers, near misses."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator
+
+__all__ = ["did_you_mean", "quoted", "ranges", "repeats", "shown", "unknown"]
+
+_MOST_NAMES = 24
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 60
+
+
+def quoted(names: Iterable[str], separator: str = ", ") -> str:
+    """The names in quotes with a separator between; a long list is cut and counted."""
+    every = list(names)
+    text = separator.join(shown(name) for name in every[:_MOST_NAMES])
+    return text if len(every) <= _MOST_NAMES else f"{text}{separator}… ({len(every)} in all)"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, runs of them as ``first-last``, as in ``1, 4-9``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    text = ", ".join("-".join(map(str, run)) for run in runs[:_MOST_NAMES])
+    return text if len(runs) <= _MOST_NAMES else f"{text}, …"
+
+
+def repeats(values: Iterable[Hashable]) -> Iterator[tuple[int, int]]:
+    """The places of values that came before, each with the place of the first of its kind."""
+    first: dict[Hashable, int] = {}
+    for place, value in enumerate(values):
+        if first.setdefault(value, place) != place:
+            yield place, first[value]
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """A hint at the known name that the word most likely meant; empty where none is close."""
+    if not isinstance(word, str):
+        return ""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
+
+
+def unknown(kind: str, word: object, known: Iterable[str], *, owner: str = "the plan") -> str:
+    """The text for a name that does not exist.
+
+    Args:
+        kind: what it should name: ``"stage"``, ``"key"``.
+        word: the name found.
+        known: the names that exist.
+        owner: who has the known names.
+    """
+    names = list(known)
+    hint = did_you_mean(word, names)
+    return f"unknown {kind} {shown(word)}{hint}; {owner} has {quoted(names) or 'none'}"
+
+
+def shown(value: object) -> str:
+    """The value's repr, cut short where it is long, deep or circular."""
+    try:
+        return _repr.repr(value)
+    except ValueError:  # an int of more digits than Python agrees to print
+        return f"<{type(value).__name__}>"
