@@ -26,6 +26,7 @@ from stagelink.errors import (
     ProtocolError,
     StagelinkError,
     TransportError,
+    UsageError,
 )
 from stagelink.transport.header import Header, MessageKind
 from tests.support.planes import join
@@ -112,6 +113,18 @@ def test_messages_reach_their_handler_in_order(line: Callable[[int], Line]) -> N
         pair.say(0, 1, b"%d" % number)
     pair.wait_heard(1, 5)
     assert pair.heard[1] == [(0, b"%d" % number) for number in range(5)]
+
+
+def test_a_handler_is_not_replaced_silently(line: Callable[[int], Line]) -> None:
+    pair = line(2)
+    with pytest.raises(UsageError, match="rank 1: REDUCE has a handler already"):
+        pair.planes[1].handle(MessageKind.REDUCE, lambda peer, frame: None)
+    heard: list[bytes] = []
+    pair.planes[1].handle(
+        MessageKind.REDUCE, lambda peer, frame: heard.append(frame.note), replace=True
+    )
+    pair.say(0, 1, b"x")
+    assert pair.planes[1].wait(lambda: heard == [b"x"], Deadline(LONG))
 
 
 def test_more_than_the_socket_takes_comes_through(line: Callable[[int], Line]) -> None:

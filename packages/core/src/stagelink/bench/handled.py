@@ -109,7 +109,7 @@ class LinkPipe(Pipe):
         self._out = engine.mail.out.ways[0, here, peer].link
         self._in = engine.mail.into.ways[0, back, peer].link
         for kind in (MessageKind.DATA, MessageKind.GRAD):
-            self._plane.handle(kind, self._on_message)
+            self._plane.handle(kind, self._on_message, replace=True)
 
     def _on_message(self, peer: int, frame: Frame) -> None:
         arrival = Arrival(frame.header, peer)

@@ -287,7 +287,7 @@ class Connection:
                 fds = array("i")
                 fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
                 self._framing.add_fds(fds)
-        if flags & socket.MSG_CTRUNC:
+        if flags & _TRUNCATED:
             raise ProtocolError(
                 "descriptors were handed over, and this process cannot have so many (ulimit -n)"
             )
@@ -319,4 +319,5 @@ def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
 
 _connections: WeakValueDictionary[int, Connection] = WeakValueDictionary()
 _numbers = itertools.count(1)
+_TRUNCATED = int(socket.MSG_CTRUNC)  # a plain number, since enum's operators are slow
 _FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)

@@ -34,6 +34,7 @@ from stagelink.errors import (
     ProtocolError,
     StagelinkError,
     TransportError,
+    UsageError,
 )
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
@@ -119,8 +120,19 @@ class Plane:
 
     # -- for the upper layers
 
-    def handle(self, kind: MessageKind, handler: MessageHandler) -> None:
-        """Add one kind of message to the table; before connecting."""
+    def handle(self, kind: MessageKind, handler: MessageHandler, *, replace: bool = False) -> None:
+        """Add one kind of message to the table; before connecting.
+
+        Args:
+            kind: of the messages.
+            handler: is given each.
+            replace: take the place of another handler.
+
+        Raises:
+            UsageError: the kind has a handler already, and ``replace`` is false.
+        """
+        if kind in self._handlers and not replace:
+            raise UsageError(f"rank {self.rank}: {kind.name} has a handler already")
         self._handlers[kind] = handler
 
     def handle_hello(

@@ -76,7 +76,7 @@ class Mesh(Joint):
         self._asked: set[int] = set()
         self.wire(self._ways)
         # In place of what `Wiring` does with it: here a peer is ready when it has begun to open.
-        self.plane.handle(MessageKind.READY, self._on_ready)
+        self.plane.handle(MessageKind.READY, self._on_ready, replace=True)
         self._closed = False
         opened(self)
         try:
