@@ -687,7 +687,7 @@ def hears_early(rank: int, size: int, store: Store) -> None:
 
     def slow(wiring: Wiring, windows: Sequence[int]) -> None:
         enter(wiring, windows)
-        box: Any = wiring._ways.settled.__self__  # type: ignore[attr-defined]
+        box: Any = wiring.plane._handlers[MessageKind.DATA].__self__  # type: ignore[attr-defined]
         assert wiring.plane.wait(lambda: bool(box._here), Deadline(20))
 
     if rank == 0:

@@ -419,7 +419,6 @@ class In:
             _capabilities(**capabilities),
             HostLane(BufferPool(2**20).take),
             Bound(2**40, "a test"),
-            self._settled,
             lambda: None,
             self._failed,
         )
@@ -436,7 +435,7 @@ class In:
             self.changes.notify_all()
 
     def announce(self, number: int) -> Arrival:
-        arrival = Arrival(_header(number), 0)
+        arrival = Arrival(_header(number), 0, self._settled)
         arrival.link = self.link
         self.link.announced(arrival, b"note", ())
         return arrival

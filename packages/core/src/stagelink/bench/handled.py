@@ -112,9 +112,13 @@ class LinkPipe(Pipe):
             self._plane.handle(kind, self._on_message, replace=True)
 
     def _on_message(self, peer: int, frame: Frame) -> None:
-        arrival = Arrival(frame.header, peer)
+        arrival = Arrival(frame.header, peer, self._on_complete)
         self._arrived.append(arrival)
         self._in.announced(arrival, frame.note, frame.take_fds())
+
+    def _on_complete(self, arrival: Arrival) -> None:
+        arrival.settled = True
+        self._plane.changed()
 
     @contextmanager
     def round(self, kind: str, size_bytes: int, count: int) -> Iterator[None]:

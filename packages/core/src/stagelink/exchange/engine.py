@@ -69,7 +69,7 @@ class Engine(Joint):
         self.mail.into.most_bytes = plan.limits.receive_bytes
         self.openings = Openings(self.plane, plan)
         self.reducer = Reducer(self.plane, spanning_tree(self._neighbours, rank))
-        self.wire(Ways(self.mail.out.ways, self.mail.into.ways, self.mail.into.on_settled))
+        self.wire(Ways(self.mail.out.ways, self.mail.into.ways))
 
     def join(self, found: Survey, verdict: Verdict, deadline: Deadline) -> None:
         """Meet every peer, agree on transports, open the links; see `stagelink.connect`."""

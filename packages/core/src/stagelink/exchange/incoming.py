@@ -68,6 +68,7 @@ class Incoming:
         self.places = Places()
         outgoing.on_answer = self.places.free
         self.most_bytes: int | None = None
+        self._completed = self._on_settled  # bound once, not per message
         self.ways: dict[tuple[int, Direction, int], WayIn] = {}
         for kind in (MessageKind.DATA, MessageKind.GRAD, MessageKind.NONE, MessageKind.REFUSED):
             plane.handle(kind, self._on_message)
@@ -96,7 +97,7 @@ class Incoming:
         self._check_due(way, header)
         if header.kind in {MessageKind.DATA, MessageKind.GRAD}:
             check_declared(way.edge, header)
-        arrival = Arrival(header, peer)
+        arrival = Arrival(header, peer, self._completed)
         carried = self._open_envelope(arrival, frame)
         if carried:
             arrival.link = way.link
@@ -160,7 +161,7 @@ class Incoming:
         arrival.settled = True
         return False
 
-    def on_settled(self, arrival: Arrival) -> None:
+    def _on_settled(self, arrival: Arrival) -> None:
         """A transport has finished an arrival; on whichever thread finished it."""
         with self._plane.lock:
             arrival.settled = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.transport.header import Direction
@@ -36,6 +37,8 @@ class Arrival:
         header: what it is.
         key: what it is found by.
         peer: who sent it.
+        on_complete: called with this arrival when a link has its payload, on the thread that
+            finished it; of one that no link carries nobody calls it.
         link: the link that carries its payload; None when it came inline or has none.
         after: what must be done before anything is written there, on a device with streams.
         buffer: where its receiver wants the payload, flat uint8 of its size; None: wherever.
@@ -55,16 +58,20 @@ class Arrival:
         "key",
         "link",
         "moment",
+        "on_complete",
         "payload",
         "peer",
         "refusal",
         "settled",
     )
 
-    def __init__(self, header: Header, peer: int) -> None:
+    def __init__(
+        self, header: Header, peer: int, on_complete: Callable[[Arrival], None] | None = None
+    ) -> None:
         self.header = header
         self.key = Key(header.session, header.edge, header.direction, header.microbatch)
         self.peer = peer
+        self.on_complete = on_complete
         self.link: InLink | None = None
         self.after: Moment | None = None
         self.buffer: torch.Tensor | None = None

@@ -46,18 +46,15 @@ class InLink(LinkEnd):
         capabilities: of its transport.
         lane: where receive buffers come from, and what is done is queued.
         bound: how large a payload may be.
-        settled: called with each arrival whose payload is complete, on the thread that finished
-            it.
         changed, fail: see `LinkEnd`.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what `Wiring` gives to each of its ends
+    def __init__(
         self,
         link: Link,
         capabilities: Capabilities,
         lane: Lane,
         bound: Bound,
-        settled: Callable[[Arrival], None],
         changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
@@ -66,7 +63,6 @@ class InLink(LinkEnd):
         self._drains = False
         self._receiver: Receiver | None = None
         self._capabilities = capabilities
-        self._settled = settled
         self._queue: deque[_Announced] = deque()
         self._begun: deque[_Received] = deque()
         self._finishing = threading.RLock()
@@ -162,7 +158,8 @@ class InLink(LinkEnd):
 
     def _settle(self, ready: Sequence[Arrival]) -> None:
         for arrival in ready:
-            self._settled(arrival)
+            if arrival.on_complete is not None:
+                arrival.on_complete(arrival)
 
     def _begin(self, receiver: Receiver, announced: _Announced) -> bool:
         arrival, note, fds = announced

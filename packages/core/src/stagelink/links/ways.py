@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from stagelink.links.arrival import Arrival
     from stagelink.links.in_link import InLink
     from stagelink.links.out_link import OutLink
     from stagelink.links.window import Window
@@ -49,15 +48,12 @@ class WayIn:
 
 
 class Ways(NamedTuple):
-    """Where the links of a rank put themselves, and what they bring.
+    """Where the links of a rank put themselves.
 
     Attributes:
         out: ways that begin here, by (edge index, direction, peer).
         into: ways that end here, likewise.
-        settled: called with each arrival whose payload is complete, on the thread that finished
-            it.
     """
 
     out: dict[tuple[int, Direction, int], WayOut]
     into: dict[tuple[int, Direction, int], WayIn]
-    settled: Callable[[Arrival], None]

@@ -225,10 +225,7 @@ class Wiring:
             progress = partial(self._on_progress, link.target)
             self._ends[link] = OutLink(link, capabilities, announce, lane, progress, fail)
         else:
-            settled = self._ways.settled
-            self._ends[link] = InLink(
-                link, capabilities, lane, self._bound, settled, changed, fail
-            )
+            self._ends[link] = InLink(link, capabilities, lane, self._bound, changed, fail)
         self.counters[link] = LinkCounters()
 
     def _number_links(self) -> None:

@@ -88,7 +88,7 @@ class Mailbox:
             plane.handle(kind, self._on_message)
 
     def _on_message(self, peer: int, frame: Frame) -> None:
-        arrival = Arrival(frame.header, peer)
+        arrival = Arrival(frame.header, peer, self._on_settled)
         address = Address.of(peer, frame.header)
         refused = frame.header.kind is MessageKind.REFUSED
         if refused:
@@ -102,7 +102,7 @@ class Mailbox:
                 self._claimed[arrival] = claim
         if refused or frame.header.inline:
             arrival.payload = frame.payload
-            self.on_settled(arrival)
+            self._on_settled(arrival)
         else:
             arrival.link = self._link_from(peer)
             arrival.link.announced(arrival, frame.note, frame.take_fds())
@@ -125,7 +125,7 @@ class Mailbox:
             claim.give_up()
         self._plane.changed()
 
-    def on_settled(self, arrival: Arrival) -> None:
+    def _on_settled(self, arrival: Arrival) -> None:
         """A message is whole; on whichever thread finished it."""
         with self._lock:
             arrival.settled = True

@@ -70,7 +70,7 @@ class Mesh(Joint):
         super().__init__(plan, rank, Plugins(), rendezvous, hosts_store=False)
         self.box = Mailbox(self.plane, self.link_from)
         self._ranks = ranks
-        self._ways = Ways({}, {}, self.box.on_settled)
+        self._ways = Ways({}, {})
         self._joined = False
         self._early: set[int] = set()
         self._asked: set[int] = set()
