@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stagelink.plugins.validation import transport_problems
+from stagelink.plugins.problems import transport_problems
 from stagelink.testing import drivers, run_threads
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import API_VERSION

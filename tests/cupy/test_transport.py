@@ -11,8 +11,8 @@ import pytest
 
 import stagelink_cupy
 from stagelink.errors import PlanError
-from stagelink.plugins.options import parse_options
-from stagelink.plugins.validation import transport_problems
+from stagelink.plugins.offers import parse_options
+from stagelink.plugins.problems import transport_problems
 from stagelink.transport.contract import Link, Place
 from stagelink_cupy import Cupy, CupyOptions
 from tests.cupy.codes import Status

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from stagelink.cli import main
 from stagelink.errors import PluginError, StagelinkError
-from stagelink.plugins.inspection import plugin_problems
 from stagelink.plugins.plugins import Plugins
+from stagelink.plugins.problems import plugin_problems
 from stagelink.testing import RankFailedError, run_threads
 from stagelink.transport.hooks import hookimpl
 from tests.observers.watching import NARROW, connect, exchange, park, run

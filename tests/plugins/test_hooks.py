@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 
 from stagelink.errors import PluginError
-from stagelink.plugins.inspection import plugin_problems
 from stagelink.plugins.plugins import Plugins
+from stagelink.plugins.problems import plugin_problems
 from stagelink.plugins.relay import Relay
 from stagelink.transport import hooks
 from stagelink.transport.contract import Link

@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field
 
 from stagelink.errors import PlanError
-from stagelink.plugins.options import parse_options
+from stagelink.plugins.offers import parse_options
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Transport

@@ -11,7 +11,7 @@ import torch
 
 from stagelink.deadline import Deadline
 from stagelink.errors import UsageError
-from stagelink.plugins.validation import transport_problems
+from stagelink.plugins.problems import transport_problems
 from stagelink.testing.faults import Corrupt, Fail, Gate, Hold, Point, faulty
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import (

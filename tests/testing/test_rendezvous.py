@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stagelink.errors import DeadlineError
-from stagelink.plugins.validation import transport_problems
+from stagelink.plugins.problems import transport_problems
 from stagelink.testing import RankFailedError, drivers, run_threads
 from stagelink.testing.rendezvous import rendezvous
 from stagelink.testing.subject import Subject

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stagelink.deadline import Deadline
-from stagelink.plugins.validation import transport_problems
+from stagelink.plugins.problems import transport_problems
 from stagelink.testing import watch as watching
 from stagelink.testing.watch import Watch, watched
 from stagelink.transport.contract import FINISHED, Link, Message, Pending, Ready, Receiver, Sender

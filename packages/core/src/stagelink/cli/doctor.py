@@ -15,8 +15,7 @@ from rich.text import Text
 from stagelink.cli.output import new_table, plugins_print_to_stderr, print_json, print_parts
 from stagelink.errors import PlanError, PluginError
 from stagelink.plugins.discovery import DISABLE_VARIABLE
-from stagelink.plugins.offers import survey
-from stagelink.plugins.options import parse_options
+from stagelink.plugins.offers import parse_options, survey
 from stagelink.plugins.plugins import Plugins
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.errors import NoTransportError, PluginError, UnknownTransportError
 from stagelink.plan.rules import AUTO, LinkFacts, rule_for
-from stagelink.plugins.fitness import Asker, Case
+from stagelink.plugins.eligibility import Asker, Case
 from stagelink.text import quoted
 
 if TYPE_CHECKING:

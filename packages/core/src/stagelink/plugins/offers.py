@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping  # not for type checkers only: pydantic reads End
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
-from stagelink.errors import PluginError, ProtocolError, UnknownTransportError
-from stagelink.plugins.loading import broken
-from stagelink.plugins.options import parse_options
-from stagelink.plugins.plugin_errors import raised
+from stagelink.errors import PlanError, PluginError, ProtocolError, UnknownTransportError
+from stagelink.plugins.failures import attempt, broken, raised
+from stagelink.text import shown, unknown
 from stagelink.transport.contract import Capabilities, Footprint, Place, Verdict
 from stagelink.transport.interrupts import raised_by_signal_handler
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pydantic import JsonValue
+    from pydantic_core import ErrorDetails
 
     from stagelink.plugins.plugins import Plugins
     from stagelink.transport.contract import Link, Transport
 
-__all__ = ["End", "Offer", "State", "Survey", "survey"]
+__all__ = ["End", "Offer", "State", "Survey", "parse_options", "survey"]
 
 State = Literal["usable", "unusable", "broken", "disabled", "absent"]
 """Whether a rank can use a transport.
@@ -123,7 +124,7 @@ class Survey:
             PluginError: it raised, or returned something else.
         """
         provider, transport = f"transport {name!r}", self.transports[name]
-        found = _call(provider, "footprint", transport.footprint, window, message_bytes)
+        found = attempt(provider, "footprint", transport.footprint, window, message_bytes)
         if found is None or isinstance(found, Footprint):
             return found
         raise broken(provider, [f"footprint returned {found!r}, neither a Footprint nor None"])
@@ -168,6 +169,44 @@ def survey(
     return Survey(transports, offers, errors)
 
 
+def parse_options(cls: type[Transport], given: Mapping[str, JsonValue]) -> Any:
+    """Make an instance of ``cls.Options``; unknown keys and wrong types are refused.
+
+    Args:
+        cls: a transport that was loaded.
+        given: the table's keys and values; empty where the plan has no such table.
+
+    Raises:
+        PlanError: one line per problem with ``transports.NAME.key``, the value and what is
+            allowed.
+        PluginError: the class of the options raised anything but a ValueError.
+    """
+    # The check is strict, and TOML knows lists only: read as JSON, a list may be a tuple's value.
+    table = to_json(dict(given))
+    try:
+        return TypeAdapter(cls.Options).validate_json(table, strict=True, extra="forbid")
+    except ValidationError as error:
+        problems = (_problem(cls, detail) for detail in error.errors())
+        raise PlanError("\n".join(problems)) from None
+    except Exception as error:
+        if raised_by_signal_handler(error):
+            raise
+        what = f"the class of its options, {cls.Options.__qualname__},"
+        raise broken(f"transport {cls.name!r}", [raised(what, error)]) from error
+
+
+def _problem(cls: type[Transport], detail: ErrorDetails) -> str:
+    where = ".".join(map(str, ("transports", cls.name, *detail["loc"])))
+    value = shown(detail["input"])
+    if detail["type"] == "value_error":  # out of the options' own __post_init__
+        return f"{where}: {detail['ctx']['error']}"
+    if detail["type"] != "unexpected_keyword_argument":
+        return f"{where}: {detail['msg']}, not {value}"
+    allowed = [field.name for field in fields(cls.Options)]
+    key = unknown("option", str(detail["loc"][-1]), allowed, owner=f"transport {cls.name!r}")
+    return f"{where}: {key} (value {value})"
+
+
 def _offer(
     provider: str,
     cls: type[Transport],
@@ -179,8 +218,8 @@ def _offer(
     verdict = _verdict(provider, "probe", cls.probe, options)
     if not verdict:
         return Offer("unusable", verdict.reason, cls.capabilities)
-    transport = _call(provider, "its constructor", cls, options)
-    description = _call(provider, "describe", _description, transport) if describes else {}
+    transport = attempt(provider, "its constructor", cls, options)
+    description = attempt(provider, "describe", _description, transport) if describes else {}
     transports[cls.name] = transport
     return Offer("usable", verdict.reason, cls.capabilities, description)
 
@@ -193,16 +232,7 @@ def _description(transport: Transport) -> dict[str, Any]:
 
 
 def _verdict(provider: str, what: str, function: Callable[..., object], *given: object) -> Verdict:
-    verdict = _call(provider, what, function, *given)
+    verdict = attempt(provider, what, function, *given)
     if isinstance(verdict, Verdict):
         return verdict
     raise broken(provider, [f"{what} returned {verdict!r}, not a Verdict"])
-
-
-def _call(provider: str, what: str, function: Callable[..., Any], *given: object) -> Any:
-    try:
-        return function(*given)
-    except (Exception, SystemExit) as error:  # one that ends the process is broken, too
-        if raised_by_signal_handler(error):
-            raise
-        raise broken(provider, [raised(what, error)]) from error

@@ -7,23 +7,26 @@ one that is asked for gives an error that names distribution, entry point, cause
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stagelink.errors import PluginError, UnknownTransportError
 from stagelink.plugins.discovery import (
+    DISABLE_VARIABLE,
     OBSERVERS,
     TRANSPORTS,
     Found,
     conflict,
     discover,
 )
-from stagelink.plugins.inspection import plugin_problems
-from stagelink.plugins.loading import broken, import_plugin, transport_of
+from stagelink.plugins.failures import attempt, broken
+from stagelink.plugins.problems import new_manager, plugin_problems, transport_problems
 from stagelink.plugins.relay import Relay
-from stagelink.plugins.validation import transport_problems
+from stagelink.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import pluggy
 
     from stagelink.transport.contract import Transport
 
@@ -120,7 +123,8 @@ class Plugins:
         for name in names:
             if name not in self.observers.by_name:
                 raise PluginError(self.observers.absent("observer", name, self.observers.by_name))
-            self.hooks.add(import_plugin(self.observers.sole(name)), f"observer {name}")
+            plugin = _imported(self.observers.sole(name), new_manager())
+            self.hooks.add(plugin, f"observer {name}")
 
     def load(self, name: str) -> type[Transport]:
         """The transport of that name; imports its module if need be, and no other.
@@ -171,10 +175,61 @@ class Plugins:
         if name not in self.transports.by_name:
             raise UnknownTransportError(self.transports.absent("transport", name, self.known))
         found = self.transports.sole(name)
-        plugin = import_plugin(found)
-        cls = transport_of(found, plugin)
+        alone = new_manager()
+        plugin = _imported(found, alone)
+        cls = _transport_of(found, alone)
         self.hooks.add(plugin, f"transport {name}")
         return cls
+
+
+def _imported(found: Found, trial: pluggy.PluginManager) -> object:
+    """Import what an entry point names, and register it on ``trial``, where it is a plugin."""
+    who = str(found)
+    plugin: object = attempt(who, "its import", found.entry_point.load, hint=_remedy(found))
+    problems = plugin_problems(plugin, trial)
+    if problems:
+        raise broken(who, problems)
+    return plugin
+
+
+def _transport_of(found: Found, alone: pluggy.PluginManager) -> type[Transport]:
+    """The class that the only plugin of a manager registers under its entry point's name."""
+    who, what = str(found), "its stagelink_register_transport"
+    register = alone.hook.stagelink_register_transport
+    results: list[Any] = attempt(who, what, register, hint=_remedy(found))
+    nested = (one if isinstance(one, list | tuple) else [one] for one in results)
+    classes = [cls for some in nested for cls in some]
+    name = found.entry_point.name
+    named = [cls for cls in classes if getattr(cls, "name", None) == name]
+    problems = _selection_problems(name, classes, named)
+    if problems:
+        raise broken(who, problems)
+    cls: type[Transport] = named[0]
+    return cls
+
+
+def _remedy(found: Found) -> str:
+    return (
+        f"; repair or uninstall {found.distribution!r}, or put {found.entry_point.name!r} into "
+        f"the environment variable {DISABLE_VARIABLE}"
+    )
+
+
+def _selection_problems(name: str, classes: list[object], named: list[object]) -> list[str]:
+    if not classes:
+        return ["it registers no class; return one from stagelink_register_transport"]
+    if len(named) > 1:
+        return [f"it registers {len(named)} classes of the name {name!r}"]
+    if named:
+        return transport_problems(named[0])
+    problems = [problem for cls in classes for problem in transport_problems(cls)]
+    if problems:
+        return problems
+    names = quoted(sorted(str(getattr(cls, "name", "")) for cls in classes))
+    return [
+        f"its class is named {names}, its entry point {name!r}; the two must be equal, so change "
+        "the one or the other"
+    ]
 
 
 def _in_code(cls: type[Transport]) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stagelink.errors import PluginError
-from stagelink.plugins.inspection import new_manager
-from stagelink.plugins.plugin_errors import raised
+from stagelink.plugins.failures import raised
+from stagelink.plugins.problems import new_manager
 from stagelink.text import quoted
 from stagelink.transport.header import NO_TRACE, TRACE_BYTES
 from stagelink.transport.interrupts import stops_caller

@@ -36,9 +36,9 @@ except ModuleNotFoundError as error:
 
 import torch
 
-from stagelink.plugins.options import parse_options
+from stagelink.plugins.offers import parse_options
 from stagelink.plugins.plugins import Plugins
-from stagelink.plugins.validation import transport_problems
+from stagelink.plugins.problems import transport_problems
 from stagelink.testing import drivers
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.pool import RankPool

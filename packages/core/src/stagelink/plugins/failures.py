@@ -1,4 +1,4 @@
-"""What a plugin raised, in words: the error, what caused it, and the line where it broke."""
+"""Errors out of a plugin's code as PluginErrors: cause, line where it broke, and remedy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import importlib
 import os
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 import pydantic
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from stagelink.errors import PluginError
+from stagelink.transport.interrupts import raised_by_signal_handler
 
-__all__ = ["raised"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["attempt", "broken", "raised"]
 
 _MOST_CAUSES = 5
 _CALLERS = (importlib.__file__, pluggy.__file__, pydantic.__file__, __file__)
@@ -26,8 +29,44 @@ _BETWEEN = (
 """Where files begin that call a plugin, or are called by one to import something."""
 
 
+def attempt(
+    who: str, what: str, function: Callable[..., Any], *given: object, hint: str = ""
+) -> Any:
+    """Call code of a plugin.
+
+    Args:
+        who: the plugin, in words.
+        what: of it is called.
+        function: the code.
+        given: its arguments.
+        hint: a remedy to name, should it raise.
+
+    Raises:
+        PluginError: it raised, or would have ended the process.
+    """
+    try:
+        return function(*given)
+    except (Exception, SystemExit) as error:
+        if raised_by_signal_handler(error):
+            raise
+        raise broken(who, [raised(what, error) + hint]) from error
+
+
+def broken(who: str, problems: Sequence[str]) -> PluginError:
+    """Make the error for a plugin with problems.
+
+    Args:
+        who: the plugin, in words.
+        problems: one text each.
+    """
+    if len(problems) == 1:
+        return PluginError(f"{who} cannot be used: {problems[0]}")
+    listed = "".join(f"\n  - {problem}" for problem in problems)
+    return PluginError(f"{who} cannot be used:{listed}")
+
+
 def raised(what: str, error: BaseException) -> str:
-    """The words for an error of a plugin's.
+    """Word an exception of a plugin's, with its causes and the line where it broke.
 
     Args:
         what: of the plugin raised it.

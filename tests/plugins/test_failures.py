@@ -94,7 +94,7 @@ def test_a_module_that_is_no_python(site: Site) -> None:
 
 def test_an_entry_point_that_leads_nowhere(site: Site) -> None:
     site.distribution("fast-dist", "fast = no_such_module")
-    site.distribution("other-dist", "other = tests.plugins.test_plugin_errors:nothing")
+    site.distribution("other-dist", "other = tests.plugins.test_failures:nothing")
     for name, said in (
         ("fast", "ModuleNotFoundError: No module named 'no_such_module'; repair or"),
         ("other", "has no attribute 'nothing'; repair or"),

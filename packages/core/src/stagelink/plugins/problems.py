@@ -1,21 +1,110 @@
-"""Whether a class can be used as a transport: everything that can be wrong with it, in words.
+"""What is wrong with a plugin's hooks, and with a class that is to be a transport, in words.
 
-Found when the plugin is loaded, in the author's terms, instead of as a strange error at the first
-message.
+Found when the plugin is loaded, in its author's terms, instead of as a strange error at the first
+message: pluggy never calls a hook that is misspelt or unmarked, and says nothing.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from dataclasses import MISSING, fields, is_dataclass
 
+import pluggy
 from pydantic import PydanticUserError, TypeAdapter
 
 from stagelink.plan.dtypes import DTYPE_BY_NAME
 from stagelink.text import quoted, unknown
+from stagelink.transport import hooks
 from stagelink.transport.contract import API_VERSION, Capabilities, Transport
 
-__all__ = ["transport_problems"]
+__all__ = ["new_manager", "plugin_problems", "transport_problems"]
+
+
+def new_manager() -> pluggy.PluginManager:
+    """Make a manager that knows this project's hooks, and no plugin."""
+    manager = pluggy.PluginManager(hooks.PROJECT)
+    manager.add_hookspecs(hooks)
+    return manager
+
+
+_PREFIX = f"{hooks.PROJECT}_"
+_HOOKS = [name for name in vars(hooks) if new_manager().parse_hookspec_opts(hooks, name)]
+
+
+def plugin_problems(plugin: object, trial: pluggy.PluginManager | None = None) -> list[str]:
+    """Find what keeps a plugin from taking part: a misspelt, unmarked or foreign hook, or none.
+
+    Args:
+        plugin: a module, or an object with hook implementations as methods.
+        trial: a manager without plugins on which it is tried, and stays where it has no problem.
+            A handler's own is none: one that is refused would leave its trace there.
+
+    Returns:
+        One text per problem, each with its remedy; empty where there is none.
+    """
+    if inspect.isclass(plugin):
+        return [
+            f"it is the class {plugin.__qualname__!r}; an entry point names the module, and the "
+            "module's stagelink_register_transport() returns the class; as an observer in code "
+            "give an instance"
+        ]
+    manager = trial or new_manager()
+    problems = [_hook_problem(manager, plugin, name) for name in dir(plugin)]
+    return [problem for problem in problems if problem] or _trial_problems(manager, plugin)
+
+
+def _hook_problem(manager: pluggy.PluginManager, plugin: object, name: str) -> str | None:
+    options = manager.parse_hookimpl_opts(plugin, name)
+    if options is None:
+        return _unmarked_problem(plugin, name)
+    hook = options.get("specname") or name
+    if hook in _HOOKS or options.get("optionalhook"):
+        return None
+    return f"{name!r} is marked as a hook implementation, but {_no_such_hook(hook)}"
+
+
+def _unmarked_problem(plugin: object, name: str) -> str | None:
+    if not name.startswith(_PREFIX):
+        return None
+    function = inspect.getattr_static(plugin, name, None)
+    if not _defined_by(plugin, function):
+        return None
+    if name not in _HOOKS:
+        return f"{name!r} looks like a hook, but {_no_such_hook(name)}"
+    marks = sorted(mark.removesuffix("_impl") for mark in vars(function) if mark.endswith("_impl"))
+    foreign = f" but that of {quoted(marks)}" if marks else ""
+    return (
+        f"{name!r} has no mark of stagelink's{foreign}; "
+        "put @hookimpl from stagelink.transport.hooks on it"
+    )
+
+
+def _defined_by(plugin: object, function: object) -> bool:
+    home = plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__module__
+    return inspect.isfunction(function) and function.__module__ == home
+
+
+def _no_such_hook(name: str) -> str:
+    # The prefix that all have would make any two of them alike.
+    by_stem = {hook.removeprefix(_PREFIX): hook for hook in _HOOKS}
+    near = difflib.get_close_matches(name.removeprefix(_PREFIX), by_stem, n=2)
+    hint = f" (did you mean {quoted((by_stem[stem] for stem in near), ' or ')}?)" if near else ""
+    return f"stagelink has no hook of that name{hint}; it has {quoted(_HOOKS)}"
+
+
+def _trial_problems(manager: pluggy.PluginManager, plugin: object) -> list[str]:
+    try:
+        manager.register(plugin)
+    except pluggy.PluginValidationError as error:
+        return [" ".join(str(error).split())]
+    if not manager.get_hookcallers(plugin):
+        return [
+            "it has no hook implementation; define one of "
+            f"{quoted(_HOOKS)}, marked @hookimpl from stagelink.transport.hooks"
+        ]
+    return []
+
 
 _METHODS = (
     "__init__",
@@ -29,7 +118,7 @@ _METHODS = (
 
 
 def transport_problems(candidate: object) -> list[str]:
-    """What keeps ``candidate``, as a registration hook returned it, from being a transport.
+    """Find what keeps ``candidate``, as a hook returned it, from being a transport class.
 
     Checks what can be seen without making an instance: that it is a concrete subclass of
     `Transport`, written for this version of the contract, with a name, capabilities and options of
@@ -49,7 +138,7 @@ def transport_problems(candidate: object) -> list[str]:
     return _version_problems(candidate) or [
         *_name_problems(candidate),
         *_abstract_problems(candidate),
-        *_method_problems(candidate),
+        *(text for name in _METHODS if (text := _method_problem(candidate, name))),
         *_capability_problems(candidate),
         *_option_problems(candidate),
     ]
@@ -102,11 +191,6 @@ def _abstract_problems(cls: type[Transport]) -> list[str]:
     if not missing:
         return []
     return [f"class {cls.__qualname__!r} lacks {quoted(sorted(missing))}"]
-
-
-def _method_problems(cls: type[Transport]) -> list[str]:
-    problems = (_method_problem(cls, name) for name in _METHODS)
-    return [problem for problem in problems if problem]
 
 
 def _method_problem(cls: type[Transport], name: str) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from stagelink.plugins.validation import transport_problems
+from stagelink.plugins.problems import transport_problems
 from stagelink.transport.contract import (
     API_VERSION,
     Capabilities,
@@ -160,7 +160,7 @@ def test_c097_another_major_or_a_newer_minor_is_refused_with_both_versions(
 
 def test_c097_an_older_minor_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     newer = (API_VERSION[0], API_VERSION[1] + 3)
-    monkeypatch.setattr("stagelink.plugins.validation.API_VERSION", newer)
+    monkeypatch.setattr("stagelink.plugins.problems.API_VERSION", newer)
     assert transport_problems(Good) == []
     assert "takes 1.0 to 1.4" in sole_problem(changed(api_version=(1, 5)))
 
