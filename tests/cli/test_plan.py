@@ -32,7 +32,7 @@ dtype = "int64"
 shape = [16]
 grad = false
 """
-CIRCLE = "the ranks wait for each other in a circle: rank 0 (stage 'a') waits in F2"
+DEADLOCK = "deadlock: the ranks wait for each other in a cycle: rank 0 (stage 'a') waits in F2"
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,7 @@ def test_the_tables_show_stages_links_and_the_verdict(invoke: Invoke, write: Wri
     assert said(result).startswith("line: schedule 1f1b, 4 microbatches, 3 ranks ")
     assert " a 0-1 cpu 1 unknown b 2 cpu 0 unknown " in said(result)
     assert " a → b 0→2, 1→2 ab fast 2 links[0] " in said(result)
-    assert said(result).endswith(
-        "Verified: 4 microbatches run through, no rank waits in a circle."
-    )
+    assert said(result).endswith("Verified: 4 microbatches run through, no deadlock.")
 
 
 def test_the_links_are_said_to_be_assumed(invoke: Invoke, write: Write) -> None:
@@ -329,8 +327,7 @@ def test_the_json_stands_alone_even_where_a_plugin_prints(
 def test_of_asynchronous_schedules_all_counts_are_proved(invoke: Invoke, write: Write) -> None:
     text = said(invoke("plan", write((2, 1), FAST, schedule="pipedream")))
     assert (
-        "Verified: no rank waits in a circle, however many microbatches there are; a walk of 8 "
-        "agrees."
+        "Verified: no deadlock, however many microbatches there are; a walk of 8 agrees."
     ) in text
 
 
@@ -364,12 +361,12 @@ def test_a_schedule_that_would_wait_for_ever_is_refused(invoke: Invoke, write: W
     path = write((2, 1), FAST, window=1)
     result = invoke("plan", path, columns=40)  # narrower than the text, which stays whole
     assert result.exit_code == 1
-    assert f"Refused: {CIRCLE}" in result.stdout
+    assert f"Refused: {DEADLOCK}" in result.stdout
     assert "Verified" not in result.stdout
     as_json = invoke("plan", path, "--json")
     assert as_json.exit_code == 1
     assert values(as_json)["verified"] is False
-    assert values(as_json)["problem"].startswith(CIRCLE)
+    assert values(as_json)["problem"].startswith(DEADLOCK)
 
 
 def test_a_link_without_a_transport_is_shown_and_refused(invoke: Invoke, write: Write) -> None:
@@ -478,7 +475,10 @@ def test_a_depth_map_that_hangs(invoke: Invoke, pipedream: Callable[..., Path]) 
     assert result.exit_code == 1
     found = values(result)
     assert not found["verified"]
-    assert "the ranks wait for each other in a circle: rank 0 (stage 'stage0')" in found["problem"]
+    assert (
+        "deadlock: the ranks wait for each other in a cycle: rank 0 (stage 'stage0')"
+        in found["problem"]
+    )
     assert found["problem"].endswith(
         'in this file: "stage_to_depth_map": {"0": 2, "1": 1, "2": 0}'
     )

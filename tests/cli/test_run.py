@@ -155,7 +155,9 @@ def test_a_plan_that_would_hang_is_refused(
 ) -> None:
     result = invoke("run", write((2, 1), window=1), launcher.script)
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: the ranks wait for each other in a circle: rank 0 ")
+    assert result.stderr.startswith(
+        "Error: deadlock: the ranks wait for each other in a cycle: rank 0 "
+    )
     assert launcher.calls == []
 
 

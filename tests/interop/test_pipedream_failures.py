@@ -66,7 +66,7 @@ def test_a_warm_up_that_hangs_is_named(
         assert re.search(r"is replica \d of stage \d, in the training of \d minibatches", text)
         assert re.search(r"\d forwards done, \d backwards begun, minibatches .* forward", text)
         assert "the window is 1024 for each tensor and pair of ranks" in text
-        assert "PipeDream's loop hangs in a circle: rank " in text
+        assert "PipeDream's loop deadlocks in a cycle: rank " in text
         assert "for its replica rank" in text
         assert f"a stage_to_depth_map of {', '.join(map(str, safe))} would not hang" in text
 

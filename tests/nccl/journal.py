@@ -92,7 +92,7 @@ def _circles(journals: Sequence[Journal]) -> Iterator[str]:
     try:
         graph.prepare()
     except CycleError as error:
-        yield f"the ranks' orders make a circle: {' before '.join(map(str, error.args[1]))}"
+        yield f"the ranks' orders make a cycle: {' before '.join(map(str, error.args[1]))}"
 
 
 @contextmanager

@@ -85,13 +85,13 @@ def _entries(*operations: tuple[int, int, int]) -> Journal:
     ]
 
 
-def test_three_ranks_that_agree_pair_by_pair_and_make_a_circle() -> None:
+def test_three_ranks_that_agree_pair_by_pair_and_make_a_cycle() -> None:
     """Tickets of the lower rank alone would allow it."""
     ab, ac, bc = (0, 1, 0), (0, 2, 0), (1, 2, 0)
-    circle = [_entries(ab, ac), _entries(bc, ab), _entries(ac, bc)]
-    assert any("circle" in fault for fault in faults(circle))
+    cycle = [_entries(ab, ac), _entries(bc, ab), _entries(ac, bc)]
+    assert any("cycle" in fault for fault in faults(cycle))
     line = [_entries(ab, ac), _entries(ab, bc), _entries(ac, bc)]
-    assert not any("circle" in fault for fault in faults(line))
+    assert not any("cycle" in fault for fault in faults(line))
 
 
 def test_an_operation_that_one_rank_did_not_issue() -> None:

@@ -35,7 +35,7 @@ def test_the_depth_map_of_39_is_refused(tmp_path: Path) -> None:
     path.write_text(text + ', "stage_to_depth_map": {"0": 1, "1": 1, "2": 0}}')
     problem = verify(Plan.load(path)).problem
     assert problem is not None
-    assert "in a circle" in problem
+    assert "in a cycle" in problem
 
 
 def test_every_function_of_the_handler_has_a_row() -> None:

@@ -90,7 +90,10 @@ def test_safe_warm_up_of_shipped_shapes(replicas: tuple[int, ...], tmp_path: Pat
 def test_a_depth_map_that_hangs(tmp_path: Path) -> None:
     problem = verify(load(tmp_path, configuration([4, 3, 1], [1, 1, 0]))).problem
     assert problem is not None
-    assert "the ranks wait for each other in a circle: rank 0 (stage 'stage0') waits in" in problem
+    assert (
+        "deadlock: the ranks wait for each other in a cycle: rank 0 (stage 'stage0') waits in"
+        in problem
+    )
     assert "leave out the warm_up of 'stage0', 'stage1', 'stage2': 2, 1, 0 is safe" in problem
 
 

@@ -22,7 +22,7 @@ from stagelink.schedule import (
     verify,
     walk,
 )
-from stagelink.schedule.routing import channels, cycle
+from stagelink.schedule.routing import channels, period_of_pairs
 
 MakePlan = Callable[..., Plan]
 Programs = Callable[..., list[Sequence[Action]]]
@@ -122,7 +122,7 @@ def test_each_microbatch_is_handled_once(replicas: list[int], microbatches: int)
     for edge in plan.edges:
         of_edge = channels(plan, edge)
         found: dict[tuple[int, int], int] = {}
-        for g in range(cycle(plan, edge)):
+        for g in range(period_of_pairs(plan, edge)):
             ends = (rank_for(plan.stages[edge.source], g), rank_for(plan.stages[edge.target], g))
             assert found.setdefault(ends, of_edge[g]) == of_edge[g]
         assert sorted(found) == list(pairs(plan, edge))

@@ -1,4 +1,4 @@
-"""The circle of waits, in words."""
+"""The cycle of waits, in words."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from stagelink.plan import Plan
 from stagelink.schedule import Action, Kind, verify, walk
-from stagelink.schedule.waits import circle, describe
+from stagelink.schedule.waits import cycle, describe
 
 MakePlan = Callable[..., Plan]
 Programs = Callable[..., list[Sequence[Action]]]
 
-PREFIX = "the ranks wait for each other in a circle: "
+PREFIX = "deadlock: the ranks wait for each other in a cycle: "
 SUFFIX = ". F and B with a number are the forward and the backward of that microbatch"
 
 
@@ -58,7 +58,7 @@ def test_a_window_that_the_other_rank_would_free(make_plan: MakePlan) -> None:
 def test_replicas_that_synchronise(make_plan: MakePlan, programs: Programs) -> None:
     plan = make_plan([4, 3, 1])
     walked = walk(plan, programs(plan, 12, (1, 1, 0)), 12, synchronise=True)
-    ring = circle(walked.waits)
+    ring = cycle(walked.waits)
     assert describe(plan, ring, (2, 2)) == (
         "rank 0 (stage 's0') waits in B0 for its replica rank 3 to come as far; "
         "rank 3 (stage 's0') waits in B3 for the gradient of 't00' microbatch 3 from rank 4; "
@@ -67,16 +67,14 @@ def test_replicas_that_synchronise(make_plan: MakePlan, programs: Programs) -> N
     )
 
 
-def test_who_waits_for_the_circle_is_no_part_of_it(
-    make_plan: MakePlan, programs: Programs
-) -> None:
+def test_who_waits_for_the_cycle_is_no_part_of_it(make_plan: MakePlan, programs: Programs) -> None:
     plan = make_plan([1, 1, 1])
     walked = walk(plan, programs(plan, 4, (0, 0, 1)), 4)
     assert [wait.rank for wait in walked.waits] == [0, 1, 2]
-    assert [wait.rank for wait in circle(walked.waits)] == [1, 2]
+    assert [wait.rank for wait in cycle(walked.waits)] == [1, 2]
 
 
-def test_a_large_circle_is_cut(make_plan: MakePlan) -> None:
+def test_a_large_cycle_is_cut(make_plan: MakePlan) -> None:
     line = [(stage, stage + 1, False) for stage in range(19)]
     plan = make_plan([1] * 20, [*line, (0, 19)], warm_up={0: 0} | dict.fromkeys(range(1, 20), 1))
     problem = verify(plan).problem

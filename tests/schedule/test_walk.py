@@ -120,7 +120,7 @@ def holder(stage: Stage, microbatch: int) -> int:
 
 @st.composite
 def any_order(draw: st.DrawFn, plan: Plan, microbatches: int) -> list[list[Action]]:
-    """Lists of actions that are right rank by rank, but may well wait in a circle together."""
+    """Lists of actions that are right rank by rank, but may well deadlock together."""
     lists = []
     for rank in range(plan.world_size):
         stage = plan.stage_of(rank)

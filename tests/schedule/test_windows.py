@@ -1,4 +1,4 @@
-"""Windows by schedule, and that they never make anybody wait in a circle."""
+"""Windows by schedule, and that they never deadlock."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ VALUES = (Exception, tuple, Enum)
 
 def _public() -> set[str]:
     """Callables with arguments that ``stagelink`` offers, but for values and what it makes."""
-    made = {"Handler", "Session", "SendHandle", "RecvHandle", "Verdict", "Plan"}
+    made = {"Handler", "Session", "SendHandle", "RecvHandle", "Verification", "Plan"}
     found = set()
     for name in stagelink.__all__:
         thing = getattr(stagelink, name)

@@ -38,7 +38,7 @@ from stagelink.exchange.session import Session
 from stagelink.exchange.threads import in_one_process
 from stagelink.plan import Plan
 from stagelink.runner import BackwardDone, LossSum, PipelineRunner
-from stagelink.schedule import UNTIL_END, Action, Kind, Verdict, verify
+from stagelink.schedule import UNTIL_END, Action, Kind, Verification, verify
 
 __version__ = version("stagelink")
 
@@ -74,7 +74,7 @@ __all__ = [
     "TransportError",
     "UnknownTransportError",
     "UsageError",
-    "Verdict",
+    "Verification",
     "VerificationError",
     "__version__",
     "connect",

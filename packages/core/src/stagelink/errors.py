@@ -45,7 +45,7 @@ class PlanError(StagelinkError, ValueError):
 class VerificationError(PlanError):
     """The plan is well-formed, but its schedule cannot run: it hangs, or needs too much.
 
-    The text names the ranks, actions and microbatches of the circle.
+    The text names the ranks, actions and microbatches of the cycle.
     """
 
 

@@ -1,12 +1,12 @@
-"""Who may have an operation running: one slot a process, taken in an order that makes no circle.
+"""Who may have an operation running: one slot a process, taken in an order without deadlock.
 
 An NCCL operation holds its device until both ranks have issued it. Two ranks that issue different
-ones wait for each other, and three can agree pair by pair and still wait in a circle. So an
+ones wait for each other, and three can agree pair by pair and still deadlock. So an
 operation runs only while the slots of both its ranks are held for it. The lower rank leads: it
 takes its own slot, and asks for the other's. The answer comes at once: granted, or busy; then it
 lets go of its own, and goes on with another link. After `PATIENCE` refusals it insists: it keeps
-its slot and waits. Who waits while holding waits for a higher rank only, so nobody waits in a
-circle; and who runs needs nothing else, so every wait ends.
+its slot and waits. Who waits while holding waits for a higher rank only, so the
+waits form no cycle; and who runs needs nothing else, so every wait ends.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stagelink.plan import Edge, Plan
     from stagelink.plugins.choice import Asker, Choice, Refusal
     from stagelink.plugins.offers import Survey
-    from stagelink.schedule import Verdict
+    from stagelink.schedule import Verification
     from stagelink.transport.contract import Footprint
 
 __all__ = ["Assumed", "AssumedLink", "Outcome", "assume", "check_here"]
@@ -108,14 +108,14 @@ class _Load(NamedTuple):
         return _Load(self.window + window, largest)
 
 
-def assume(plan: Plan, verdict: Verdict) -> Assumed:
+def assume(plan: Plan, result: Verification) -> Assumed:
     """Choose the links' transports as they would choose them.
 
     Imports the transports and observers that the plan asks for.
 
     Args:
         plan: the plan.
-        verdict: on it.
+        result: of its verification.
 
     Raises:
         PlanError: the options of a transport are wrong.
@@ -126,8 +126,8 @@ def assume(plan: Plan, verdict: Verdict) -> Assumed:
     loads = defaultdict[Link, _Load](_Load)
     for edge, source, target in here.routes:
         outcome = _outcome(plan, edge, (here.ends[source], here.ends[target]), here.ask)
-        tensors[source, target, verdict.windows[edge.index], outcome].append(edge.tensor.name)
-        most = max(verdict.windows[edge.index], verdict.forward_windows[edge.index])
+        tensors[source, target, result.windows[edge.index], outcome].append(edge.tensor.name)
+        most = max(result.windows[edge.index], result.forward_windows[edge.index])
         for link in _both_ways(plan, edge, source, target, outcome):
             loads[link] = loads[link].plus(most, message_bytes(edge.tensor))
     links = [AssumedLink(*key, tuple(names)) for key, names in tensors.items()]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stagelink.cli.assumed import Assumed, AssumedLink
-    from stagelink.schedule import Verdict
+    from stagelink.schedule import Verification
 
 __all__ = ["plan_command"]
 
@@ -28,7 +28,7 @@ __all__ = ["plan_command"]
 @dataclass(frozen=True, slots=True)
 class _Report:
     plan: Plan
-    verdict: Verdict
+    result: Verification
     assumed: Assumed
     problem: str | None
 
@@ -64,7 +64,7 @@ def plan_command(
     answers stand for all ranks, each taken to be a process of its own, on one server unless the
     plan lists servers.
 
-    Exits with 1 if the schedule would wait in a circle or a link has no transport.
+    Exits with 1 if the schedule would deadlock or a link has no transport.
     """
     plan = Plan.load(config, microbatches=microbatches)
     if write_toml is not None:
@@ -74,7 +74,7 @@ def plan_command(
     if as_json:
         print_json(_as_json(report))
     else:
-        print_parts(plan_tables(plan, report.verdict, report.assumed, report.problem))
+        print_parts(plan_tables(plan, report.result, report.assumed, report.problem))
     ctx.exit(0 if report.problem is None else 1)
 
 
@@ -94,12 +94,12 @@ def _write_toml(config: str, target: str) -> None:
 
 
 def _look_at(plan: Plan, config: str) -> _Report:
-    verdict = verify(plan)
-    assumed = assume(plan, verdict)
+    result = verify(plan)
+    assumed = assume(plan, result)
     by_hand = any(stage.warm_up is not None for stage in plan.stages)
-    remedy = _depth_map(plan) if verdict.problem and by_hand and is_json(config) else None
-    problems = [verdict.problem, remedy, _link_problem(assumed.links)]
-    return _Report(plan, verdict, assumed, "\n".join(filter(None, problems)) or None)
+    remedy = _depth_map(plan) if result.problem and by_hand and is_json(config) else None
+    problems = [result.problem, remedy, _link_problem(assumed.links)]
+    return _Report(plan, result, assumed, "\n".join(filter(None, problems)) or None)
 
 
 def _depth_map(plan: Plan) -> str:
@@ -117,7 +117,7 @@ def _link_problem(links: Sequence[AssumedLink]) -> str | None:
 
 
 def _as_json(report: _Report) -> dict[str, Any]:
-    plan, verdict = report.plan, report.verdict
+    plan, result = report.plan, report.result
     return {
         "verified": report.problem is None,
         "problem": report.problem,
@@ -129,7 +129,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
                 "warm_up": warm_up,
                 "arguments": stage.arguments,
             }
-            for stage, warm_up in zip(plan.stages, verdict.warm_up, strict=True)
+            for stage, warm_up in zip(plan.stages, result.warm_up, strict=True)
         ],
         "links": [
             {
@@ -152,6 +152,6 @@ def _as_json(report: _Report) -> dict[str, Any]:
             }
             for link, footprint in report.assumed.memory.items()
         ],
-        "receive_bytes": verdict.receive_bytes,
+        "receive_bytes": result.receive_bytes,
         "notes": report.assumed.notes,
     }

@@ -1,4 +1,4 @@
-"""A plan and its verdict as tables for a person; like links of many ranks share a row."""
+"""A plan and its verification as tables for a person; like links of many ranks share a row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from stagelink.cli.assumed import Assumed, AssumedLink, Outcome
     from stagelink.plan import Plan, Stage
-    from stagelink.schedule import Verdict
+    from stagelink.schedule import Verification
     from stagelink.transport.contract import Footprint, Link
 
 __all__ = ["plan_tables"]
@@ -31,28 +31,28 @@ _MOST_OF_A_REASON = 100
 
 
 def plan_tables(
-    plan: Plan, verdict: Verdict, assumed: Assumed, problem: str | None
+    plan: Plan, result: Verification, assumed: Assumed, problem: str | None
 ) -> Iterator[Text | Table]:
     """What to print, from top to bottom.
 
     Args:
         plan: the plan.
-        verdict: on its schedule.
+        result: of its verification.
         assumed: its links.
         problem: why it cannot run; None where it can.
     """
     yield _heading(plan)
-    yield _stages(plan, verdict)
+    yield _stages(plan, result)
     yield from map(_arguments, filter(attrgetter("arguments"), plan.stages))
     yield _links(plan, assumed.links)
     if assumed.memory:
         yield Text(_shared_memory(assumed.memory))
-    by_hand = window_by_hand(plan, verdict)
+    by_hand = window_by_hand(plan, result)
     if by_hand is not None:
         yield Text(by_hand)
     for note in assumed.notes:
         yield Text(f"note: {note}")
-    yield from _conclusion(plan, verdict, problem)
+    yield from _conclusion(plan, result, problem)
 
 
 def _heading(plan: Plan) -> Text:
@@ -60,13 +60,13 @@ def _heading(plan: Plan) -> Text:
     return Text.assemble((plan.name, "bold"), f": {facts}")
 
 
-def _stages(plan: Plan, verdict: Verdict) -> Table:
+def _stages(plan: Plan, result: Verification) -> Table:
     table = new_table("Stages", "stage", "ranks", "device", "warm-up", "each receives at most")
-    for stage, warm_up in zip(plan.stages, verdict.warm_up, strict=True):
+    for stage, warm_up in zip(plan.stages, result.warm_up, strict=True):
         ahead = str(warm_up) if plan.has_warm_up else "-"
-        memory = _memory(stage, verdict)
+        memory = _memory(stage, result)
         table.add_row(stage.name, ranges(sorted(stage.ranks)), stage.device, ahead, memory)
-    if None in verdict.receive_bytes.values():
+    if None in result.receive_bytes.values():
         table.caption = "unknown: not every tensor has a dtype and a shape in the plan"
     return table
 
@@ -76,11 +76,11 @@ def _arguments(stage: Stage) -> Text:
     return Text(f"{stage.name}: its module is given {given}")
 
 
-def _memory(stage: Stage, verdict: Verdict) -> str:
+def _memory(stage: Stage, result: Verification) -> str:
     """What each rank of the stage may have to hold; replicas differ where shares are uneven."""
     holders: defaultdict[int | None, list[int]] = defaultdict(list)
     for rank in sorted(stage.ranks):
-        holders[verdict.receive_bytes[rank]].append(rank)
+        holders[result.receive_bytes[rank]].append(rank)
     if len(holders) == 1:
         return _bytes(*holders)
     return "\n".join(f"{_bytes(size)} ({ranges(ranks)})" for size, ranks in holders.items())
@@ -161,13 +161,13 @@ def _short(reason: str) -> str:
     return reason if len(reason) <= _MOST_OF_A_REASON else f"{reason[:_MOST_OF_A_REASON]}…"
 
 
-def _conclusion(plan: Plan, verdict: Verdict, problem: str | None) -> Iterator[Text]:
-    if verdict.ok:
-        found = f"{verdict.microbatches} microbatches run through, no rank waits in a circle"
+def _conclusion(plan: Plan, result: Verification, problem: str | None) -> Iterator[Text]:
+    if result.ok:
+        found = f"{result.microbatches} microbatches run through, no deadlock"
         if plan.asynchronous:
             found = (
-                f"no rank waits in a circle, however many microbatches there are; a walk of "
-                f"{verdict.microbatches} agrees"
+                f"no deadlock, however many microbatches there are; a walk of "
+                f"{result.microbatches} agrees"
             )
         yield Text.assemble(("Verified: ", "bold green"), f"{found}.")
     if problem is not None:

@@ -42,7 +42,7 @@ _REST = "CONFIG SCRIPT [ARGS]..."
 def run_command(arguments: Sequence[str]) -> None:
     """Start SCRIPT with ARGS once for each rank of the plan in CONFIG.
 
-    The plan is verified first: if its schedule would wait in a circle, nothing starts. The script
+    The plan is verified first: if its schedule would deadlock, nothing starts. The script
     gets the plan by stagelink.Plan.load(os.environ["STAGELINK_PLAN"]); all else that
     stagelink.connect(plan) needs to know it finds in the environment, too.
 

@@ -25,7 +25,7 @@ from stagelink.schedule import require, verify
 
 if TYPE_CHECKING:
     from stagelink.plan import Stage
-    from stagelink.schedule import Verdict
+    from stagelink.schedule import Verification
     from stagelink.transport.contract import Transport
 
 __all__ = ["connect", "join"]
@@ -76,12 +76,12 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
     return Handler(*join(plan, launch, Plugins(transports, observers)))
 
 
-def join(plan: Plan, launch: Launch, plugins: Plugins) -> tuple[Engine, Verdict]:
+def join(plan: Plan, launch: Launch, plugins: Plugins) -> tuple[Engine, Verification]:
     """What a handler is made of, joined with the others'; see `connect`."""
     plan.check_launch(launch.rank, launch.world_size)
     me: int = launch.rank
     _check_device(plan.stage_of(me), me)
-    verdict = require(verify(plan))
+    verification = require(verify(plan))
     plugins.load_observers(plan.observers)
     asked = asked_for(plan, routes_of(plan, me))
     found = survey(plugins, asked, plan.transports, {stage.device for stage in plan.stages})
@@ -98,11 +98,11 @@ def join(plan: Plan, launch: Launch, plugins: Plugins) -> tuple[Engine, Verdict]
     )
     engine = Engine(plan, me, plugins, rendezvous, hosts_store=hosts)
     try:
-        engine.join(found, verdict, deadline)
+        engine.join(found, verification, deadline)
     except BaseException as error:
         engine.abandon(error)
         raise
-    return engine, verdict
+    return engine, verification
 
 
 def _check_device(stage: Stage, rank: int) -> None:

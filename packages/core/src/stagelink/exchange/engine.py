@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stagelink.plan import Plan
     from stagelink.plugins.offers import Survey
     from stagelink.plugins.plugins import Plugins
-    from stagelink.schedule import Verdict
+    from stagelink.schedule import Verification
     from stagelink.transport.contract import Link
     from stagelink.transport.events import EventName
     from stagelink.transport.header import Header
@@ -71,10 +71,10 @@ class Engine(Joint):
         self.reducer = Reducer(self.plane, spanning_tree(self._neighbours, rank))
         self.wire(Ways(self.mail.out.ways, self.mail.into.ways))
 
-    def join(self, found: Survey, verdict: Verdict, deadline: Deadline) -> None:
+    def join(self, found: Survey, verification: Verification, deadline: Deadline) -> None:
         """Meet every peer, agree on transports, open the links; see `stagelink.connect`."""
         self.meet(found, deadline)
-        windows = [*map(max, verdict.windows, verdict.forward_windows)]
+        windows = [*map(max, verification.windows, verification.forward_windows)]
         self.wiring.enter(windows)
         self.wiring.open(found.transports, deadline)
         self.tell_opened()

@@ -26,7 +26,14 @@ from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
 from stagelink.exchange.eager import session_class
 from stagelink.exchange.unclosed import closed, opened
-from stagelink.schedule import UNTIL_END, Verdict, actions_of, check_microbatches, require, verify
+from stagelink.schedule import (
+    UNTIL_END,
+    Verification,
+    actions_of,
+    check_microbatches,
+    require,
+    verify,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -68,15 +75,15 @@ class Handler:
         replica: which replica.
     """
 
-    def __init__(self, engine: Engine, verdict: Verdict) -> None:
+    def __init__(self, engine: Engine, verification: Verification) -> None:
         self.plan: Plan = engine.plan
         self.rank: int = engine.rank
         self.stage: Stage = self.plan.stage_of(self.rank)
         self.replica = self.plan.replica_of(self.rank)
         self._engine = engine
         self._plane = engine.plane
-        self._verdict = verdict
-        self._verdicts = {verdict.microbatches: verdict}
+        self._verification = verification
+        self._verifications = {verification.microbatches: verification}
         self._session: Session | None = None
         self._next_session = 0
         opened(engine)
@@ -143,17 +150,19 @@ class Handler:
         number = self._next_session
         self._next_session += 1
         opening = self._engine.openings.open(number, mode, microbatches, items)
-        # Forwards alone, each rank's in ascending order, cannot wait in a circle.
+        # Forwards alone, each rank's in ascending order, cannot deadlock.
         trains, until_end = mode == "train", opening.microbatches == UNTIL_END
-        verdict = self._verified(opening.microbatches, actions) if trains else self._verdict
-        windows = verdict.windows if trains else verdict.forward_windows
+        verification = (
+            self._verified(opening.microbatches, actions) if trains else self._verification
+        )
+        windows = verification.windows if trains else verification.forward_windows
         self._engine.mail.enter(number, lambda edge: windows[edge.index])
         self._engine.wiring.enter(windows)
         place = (self.plan, self.rank)
         session = session_class()(number, opening, place, self._engine.mail)
         session.keeps = self
         own = takewhile(session.has, session.mine) if until_end else session.mine
-        session.warm_up = verdict.warm_up[self.stage.index]
+        session.warm_up = verification.warm_up[self.stage.index]
         by_schedule = actions_of(self.plan, self.stage, own, session.warm_up, mode)
         if actions is not None:
             session.actions = tuple(actions.get(self.rank, ()))
@@ -186,12 +195,12 @@ class Handler:
 
     def _verified(
         self, microbatches: int, actions: Mapping[int, Sequence[Action]] | None
-    ) -> Verdict:
+    ) -> Verification:
         if actions is not None:
             return require(verify(self.plan, microbatches, actions))
-        if microbatches not in self._verdicts:
-            self._verdicts[microbatches] = require(verify(self.plan, microbatches))
-        return self._verdicts[microbatches]
+        if microbatches not in self._verifications:
+            self._verifications[microbatches] = require(verify(self.plan, microbatches))
+        return self._verifications[microbatches]
 
     # -- all ranks together
 

@@ -21,7 +21,7 @@ from stagelink.schedule.routing import (
     replica_for,
 )
 from stagelink.schedule.search import free_warm_up
-from stagelink.schedule.verify import Verdict, check_microbatches, require, verify
+from stagelink.schedule.verify import Verification, check_microbatches, require, verify
 from stagelink.schedule.versions import rounds_per_update, version_for
 from stagelink.schedule.walk import Walked, walk
 from stagelink.schedule.warmup import (
@@ -36,7 +36,7 @@ __all__ = [
     "Action",
     "Kind",
     "Mode",
-    "Verdict",
+    "Verification",
     "Walked",
     "actions_for",
     "actions_of",

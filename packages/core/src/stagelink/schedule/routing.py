@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "channels",
-    "cycle",
     "microbatches_of",
     "most_of_one",
     "pairs",
     "peers",
     "period",
+    "period_of_pairs",
     "rank_for",
     "replica_for",
 ]
@@ -112,25 +112,25 @@ def period(stage: Stage) -> int:
     return stage.replicas if stage.turns is None else len(stage.turns)
 
 
-def cycle(plan: Plan, edge: Edge) -> int:
+def period_of_pairs(plan: Plan, edge: Edge) -> int:
     """Microbatches after which the pairs of ranks that talk on the edge repeat."""
     return math.lcm(period(plan.stages[edge.source]), period(plan.stages[edge.target]))
 
 
 def channels(plan: Plan, edge: Edge) -> Sequence[int]:
-    """For each microbatch of a cycle the number, from 0, of the pair of ranks that it goes by."""
+    """For each microbatch of a period the number, from 0, of the pair of ranks that it goes by."""
     source, target = plan.stages[edge.source], plan.stages[edge.target]
     if source.turns is None and target.turns is None:
-        return range(cycle(plan, edge))  # no pair comes twice
+        return range(period_of_pairs(plan, edge))  # no pair comes twice
     numbers: dict[tuple[int, int], int] = {}
-    ends = ((rank_for(source, g), rank_for(target, g)) for g in range(cycle(plan, edge)))
+    ends = ((rank_for(source, g), rank_for(target, g)) for g in range(period_of_pairs(plan, edge)))
     return [numbers.setdefault(pair, len(numbers)) for pair in ends]
 
 
 def pairs(plan: Plan, edge: Edge) -> tuple[tuple[int, int], ...]:
     """The (source rank, target rank) pairs that ever talk on the edge, ascending."""
     source, target = plan.stages[edge.source], plan.stages[edge.target]
-    ends = ((rank_for(source, g), rank_for(target, g)) for g in range(cycle(plan, edge)))
+    ends = ((rank_for(source, g), rank_for(target, g)) for g in range(period_of_pairs(plan, edge)))
     return tuple(sorted(set(ends)))
 
 
@@ -144,7 +144,7 @@ def peers(plan: Plan, rank: int) -> tuple[int, ...]:
             {
                 rank_for(plan.stages[other], microbatch)
                 for edge, other in others
-                for microbatch in microbatches_of(stage, replica, cycle(plan, edge))
+                for microbatch in microbatches_of(stage, replica, period_of_pairs(plan, edge))
             }
         )
     )

@@ -1,4 +1,4 @@
-"""From a plan to a verdict: whether it can run, with what warm-up, windows and receive memory."""
+"""Verification of a plan: whether it can run, with what warm-up, windows and receive memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stagelink.schedule.checks import action_problems
 from stagelink.schedule.memory import receive_bytes
 from stagelink.schedule.search import find_warm_up, free_warm_up, until_it_repeats
 from stagelink.schedule.versions import version_problems
-from stagelink.schedule.waits import circle, describe
+from stagelink.schedule.waits import cycle, describe
 from stagelink.schedule.walk import walk
 from stagelink.schedule.windows import at_least_two, forward_windows, training_windows
 from stagelink.text import quoted, shown
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from stagelink.schedule.actions import Action, Mode
     from stagelink.schedule.walk import Walked
 
-__all__ = ["Verdict", "check_microbatches", "require", "verify"]
+__all__ = ["Verification", "check_microbatches", "require", "verify"]
 
 _MOST_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verification:
     """What was found about a plan and a number of microbatches.
 
     Attributes:
@@ -67,7 +67,7 @@ def verify(
     plan: Plan,
     microbatches: int | None = None,
     actions: Mapping[int, Sequence[Action]] | None = None,
-) -> Verdict:
+) -> Verification:
     """Walk all ranks through a training session, before anything is started.
 
     What it proves it proves for these actions; a loop that departs from them may still hang.
@@ -83,7 +83,7 @@ def verify(
         actions: lists of one's own by rank, instead of those of the plan's schedule.
 
     Returns:
-        The verdict, also where the plan cannot run; `require` turns that into an error.
+        What was found, also where the plan cannot run; `require` turns that into an error.
 
     Raises:
         PlanError: ``microbatches`` is no int of at least 0, or too large.
@@ -108,23 +108,23 @@ def verify(
     windows = at_least_two(walked.peaks) if given is None else given
     forward = windows if plan.schedule == "forward" else forward_windows(plan)
     held = receive_bytes(plan, most, windows, forward)
-    problems += _hang(plan, walked, windows)
+    problems += _deadlock(plan, walked, windows)
     if plan.limits.receive_bytes is not None:
         declared = receive_bytes(plan, most, windows, forward, unknown=0)
         problems += _overflow(plan.limits.receive_bytes, held, declared)
     problems += version_problems(plan, warm_up)
-    return Verdict(_joined(problems), count, warm_up, windows, forward, held, walked.rounds)
+    return Verification(_joined(problems), count, warm_up, windows, forward, held, walked.rounds)
 
 
-def require(verdict: Verdict) -> Verdict:
-    """The verdict itself, if the plan can run.
+def require(result: Verification) -> Verification:
+    """The verification itself, if the plan can run.
 
     Raises:
-        VerificationError: it cannot; the text is the verdict's problem.
+        VerificationError: it cannot; the text is its problem.
     """
-    if verdict.problem is not None:
-        raise VerificationError(verdict.problem)
-    return verdict
+    if result.problem is not None:
+        raise VerificationError(result.problem)
+    return result
 
 
 def check_microbatches(plan: Plan, microbatches: object) -> int:
@@ -155,12 +155,12 @@ def _programs(
     return [() if problems else actions.get(rank, ()) for rank in ranks], problems
 
 
-def _hang(plan: Plan, walked: Walked, windows: Sequence[int]) -> Iterator[str]:
+def _deadlock(plan: Plan, walked: Walked, windows: Sequence[int]) -> Iterator[str]:
     if walked.waits:
-        ring = describe(plan, circle(walked.waits), windows)
+        waits = describe(plan, cycle(walked.waits), windows)
         yield (
-            f"the ranks wait for each other in a circle: {ring}{_advice(plan)}. F and B with a "
-            "number are the forward and the backward of that microbatch"
+            f"deadlock: the ranks wait for each other in a cycle: {waits}{_advice(plan)}. F and B "
+            "with a number are the forward and the backward of that microbatch"
         )
 
 

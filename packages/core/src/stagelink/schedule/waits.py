@@ -1,4 +1,4 @@
-"""What a rank can wait for, and the circle that waits form, in words."""
+"""Waits of ranks, and the cycle that they form in a deadlock, in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from stagelink.plan import Edge, Plan
     from stagelink.schedule.actions import Action
 
-__all__ = ["Step", "Wait", "circle", "describe"]
+__all__ = ["Step", "Wait", "cycle", "describe"]
 
 _MOST_WAITS = 12
 
@@ -29,7 +29,7 @@ class Step(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank that waits for ever.
+    """A deadlocked rank's wait.
 
     Attributes:
         rank: who waits.
@@ -47,8 +47,10 @@ class Wait:
     blocker: int
 
 
-def circle(waits: Iterable[Wait]) -> list[Wait]:
-    """The circle that the first wait leads into: each one's blocker is the rank of the next.
+def cycle(waits: Iterable[Wait]) -> list[Wait]:
+    """The cycle of the wait-for graph that the first wait leads into.
+
+    Each one's blocker is the rank of the next.
 
     Args:
         waits: every rank that waits for ever, at least one; so each one's blocker is among them.
@@ -68,7 +70,7 @@ def describe(plan: Plan, waits: Sequence[Wait], windows: Sequence[int]) -> str:
 
     Args:
         plan: the plan.
-        waits: the circle.
+        waits: a cycle.
         windows: per edge, the window that the walk had.
     """
     texts = [_sentence(plan, wait, windows) for wait in waits[:_MOST_WAITS]]

@@ -189,7 +189,7 @@ class TransportConformance:
         run(drivers.opens_many_edges)
 
     def test_three_ranks(self, run: Callable[..., Any]) -> None:
-        """Three ranks, each linked with both others, which open in a circle."""
+        """Three ranks, each linked with both others, which open in a ring."""
         run(drivers.opens_in_a_triangle, ranks=3)
 
     def test_ranks_as_threads(self, run: Callable[..., Any], subject: Subject) -> None:

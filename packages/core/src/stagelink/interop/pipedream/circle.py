@@ -11,7 +11,7 @@ from stagelink.interop.pipedream.line import ACK
 from stagelink.interop.pipedream.turns import Turns
 from stagelink.plan import Plan
 from stagelink.schedule import actions_of, choose_warm_up, default_warm_up, walk
-from stagelink.schedule.waits import circle, describe
+from stagelink.schedule.waits import cycle, describe
 
 if TYPE_CHECKING:
     from stagelink.interop.pipedream.line import Line
@@ -42,10 +42,10 @@ def explain(line: Line, counts: Sequence[Sequence[int]], found: Sequence[int | N
         return (
             f"{said} PipeDream's loop does not hang here: a rank is slow, or does something else"
         )
-    ring = describe(model.plan, circle(walked.waits), walked.peaks)
+    ring = describe(model.plan, cycle(walked.waits), walked.peaks)
     text = (
-        f"{said} and replicas that wait for each other in every backward, PipeDream's loop hangs "
-        f"in a circle: {ring}"
+        f"{said} and replicas that wait for each other in every backward, PipeDream's loop "
+        f"deadlocks in a cycle: {ring}"
     )
     safe = model.safe_warm_up()
     return f"{text}; a stage_to_depth_map of {_listed(safe)} would not hang" if safe else text
