@@ -1,0 +1,76 @@
+"""The house's own rules: layers that are all named, modules and classes of a size to read."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "packages").glob("*/src/**/*.py"))
+LINTER: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
+    "importlinter"
+]
+CONTRACTS: dict[str, dict[str, Any]] = {one["name"]: one for one in LINTER["contracts"]}
+LAYERS = [
+    set(layer.split(" | ")) for layer in CONTRACTS["Core is built in layers"]["layers"][::-1]
+]
+
+MOST_LINES = 400
+MOST_METHODS = 25
+TOO_LONG = {
+    "control/plane.py",
+    "exchange/session.py",
+    "interop/c10d/group.py",
+    "interop/pipedream/handler.py",
+    "testing/drivers.py",
+    "testing/scenes.py",
+    "transport/contract.py",
+}
+"""Modules that are yet to be divided."""
+
+TOO_WIDE = {"Plan", "Plane", "Rendezvous", "Session", "Wiring"}
+"""Classes that are yet to be divided."""
+
+TESTS = {"TransportConformance"}
+"""Classes of tests, which have as many methods as there are tests."""
+
+
+def methods(node: ast.ClassDef) -> int:
+    return sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body)
+
+
+def test_modules_are_of_a_size_to_read() -> None:
+    core = ROOT / "packages/core/src/stagelink"
+    lines = {file: len(file.read_text().splitlines()) for file in SOURCES}
+    long = {file for file in SOURCES if lines[file] > MOST_LINES}
+    assert long <= {core / name for name in TOO_LONG}
+
+
+def test_classes_are_of_a_size_to_read() -> None:
+    trees = [ast.parse(file.read_text()) for file in SOURCES]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    wide = {one.name for one in classes if methods(one) > MOST_METHODS}
+    assert wide - TESTS <= TOO_WIDE
+
+
+def test_how_it_works_has_every_layer_in_its_order() -> None:
+    page = (ROOT / "docs/how-it-works.md").read_text()
+    section = page.partition("## The layers\n")[2].partition("\n## ")[0]
+    rows = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`.*?) \|", section, re.M)]
+    assert [*map(set, rows), {"__main__"}] == LAYERS
+
+
+def test_plugins_are_kept_out_of_every_layer_but_two() -> None:
+    rule = CONTRACTS["Plugins know core's transport contract and its errors, nothing else"]
+    rooms = {f"stagelink.{room}" for layer in LAYERS for room in layer}
+    assert set(rule["forbidden_modules"]) == rooms - {"stagelink.transport", "stagelink.errors"}
+    assert set(rule["source_modules"]) == set(LINTER["root_packages"]) - {"stagelink"}
+
+
+def test_cycles_are_looked_for_everywhere() -> None:
+    rule = CONTRACTS["No import cycle, imports for type checkers included"]
+    assert rule["ancestors"] == LINTER["root_packages"]
+    assert not LINTER["exclude_type_checking_imports"]
