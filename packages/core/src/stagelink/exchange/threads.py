@@ -1,13 +1,11 @@
-"""A whole pipeline in one process, a thread for each rank: for a debugger, and for notebooks."""
+"""Ranks as threads of one process; a whole pipeline on them, for a debugger and for notebooks."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import threading
-from concurrent.futures import Future
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch.distributed import HashStore
 
@@ -19,15 +17,46 @@ from stagelink.plan import LinkRule, Plan
 from stagelink.transport.loopback import Loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from stagelink.exchange.handler import Handler
 
-__all__ = ["in_one_process"]
+__all__ = ["RankThread", "in_one_process"]
 
 T = TypeVar("T")
 
 _PATIENCE_S = 5.0
+
+
+class RankThread(threading.Thread, Generic[T]):
+    """One rank's function on a thread that begins at once and keeps what became of it.
+
+    A daemon, so that one which hangs in the user's code cannot hold up the process's end.
+
+    Args:
+        rank: the rank; the thread is named after it.
+        call: the function.
+
+    Attributes:
+        value: what the function returned, when the thread has ended without an error.
+        error: what it raised.
+    """
+
+    value: T
+
+    def __init__(self, rank: int, call: Callable[[int], T]) -> None:
+        super().__init__(name=f"rank {rank}", daemon=True)
+        self.rank = rank
+        self.error: BaseException | None = None
+        self._call = call
+        self.start()
+
+    def run(self) -> None:
+        """Call the function."""
+        try:
+            self.value = self._call(self.rank)
+        except BaseException as error:  # handed to the thread that waits
+            self.error = error
 
 
 @checked(plan=instance(Plan, "a Plan"), work=CALLABLE)
@@ -55,7 +84,6 @@ def in_one_process(plan: Plan, work: Callable[[Handler], T]) -> list[T]:
     plan = _for_threads(plan)
     store = HashStore()
     handlers: list[Handler] = []
-    futures: list[Future[T]] = [Future() for _ in range(plan.world_size)]
 
     def enter(rank: int) -> T:
         with connect(
@@ -64,15 +92,7 @@ def in_one_process(plan: Plan, work: Callable[[Handler], T]) -> list[T]:
             handlers.append(comm)
             return work(comm)
 
-    threads = [
-        # Daemons, so that one which hangs in the user's code cannot hold up the process's end.
-        threading.Thread(
-            target=_settle, args=(future, partial(enter, rank)), name=f"rank {rank}", daemon=True
-        )
-        for rank, future in enumerate(futures)
-    ]
-    for thread in threads:
-        thread.start()
+    threads = [RankThread(rank, enter) for rank in range(plan.world_size)]
     try:
         for thread in threads:
             thread.join()
@@ -83,26 +103,14 @@ def in_one_process(plan: Plan, work: Callable[[Handler], T]) -> list[T]:
         for thread in threads:  # the process may be about to end, and must not find them at work
             thread.join(patience.remaining_s)
         raise
-    _raise_first([future.exception() for future in futures])
-    return [future.result() for future in futures]
+    if errors := [thread.error for thread in threads if thread.error]:
+        raise min(errors, key=_hearsay)
+    return [thread.value for thread in threads]
 
 
-def _settle(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:  # handed to the thread that waits
-        future.set_exception(error)
-
-
-def _raise_first(ends: Sequence[BaseException | None]) -> None:
-    """Raise the error where it began, if there is one: the others only heard of it."""
-    errors = [end for end in ends if end is not None]
-
-    def hearsay(error: BaseException) -> int:
-        return 2 * isinstance(error, AbortedError) + isinstance(error, PeerClosedError)
-
-    if errors:
-        raise min(errors, key=hearsay)
+def _hearsay(error: BaseException) -> int:
+    """Rank an error by how far it is from where it began: others were only told of it."""
+    return 2 * isinstance(error, AbortedError) + isinstance(error, PeerClosedError)
 
 
 def _for_threads(plan: Plan) -> Plan:

@@ -7,18 +7,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagelink.deadline import Deadline
+from stagelink.testing.worker import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stagelink.testing.pool import RankPool
 
-__all__ = ["KINDS", "LeakCheck", "no_leaks", "open_descriptors"]
+__all__ = ["KINDS", "LeakCheck", "no_leaks"]
 
 Holdings = dict[Hashable, str]
 """What a process holds of one kind: identity → what to call it in an error."""
@@ -32,16 +33,6 @@ def _threads() -> Holdings:
         for thread in threading.enumerate()
         if not isinstance(thread, dummy)
     }
-
-
-def open_descriptors() -> dict[int, str]:
-    """The open file descriptors of this process, and what each refers to."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        # The one that listed the directory is closed by now.
-        with suppress(FileNotFoundError):
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-    return found
 
 
 def _descriptors() -> Holdings:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 import traceback
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from torch.distributed import HashStore
 
 from stagelink.deadline import Deadline
+from stagelink.exchange.threads import RankThread
 from stagelink.testing.outcome import Outcome, RankFailedError
 
 if TYPE_CHECKING:
@@ -21,35 +21,6 @@ __all__ = ["run_threads"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-class _RankThread(threading.Thread):
-    """One rank; ``run`` keeps what the function returned or raised."""
-
-    def __init__(self, rank: int, call: Callable[[int], Any]) -> None:
-        # A daemon, so that one which hangs cannot hold up the end of the process.
-        super().__init__(name=f"rank {rank}", daemon=True)
-        self.rank = rank
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self._call = call
-
-    def run(self) -> None:
-        try:
-            self.value = self._call(self.rank)
-        except BaseException as error:  # handed to the thread that waits
-            self.error = error
-
-    def outcome(self, waited_s: float) -> Outcome:
-        if self.is_alive():
-            return Outcome(self.rank, hung_s=waited_s, stderr=self._stack())
-        if self.error is not None:
-            return Outcome(self.rank, error="".join(traceback.format_exception(self.error)))
-        return Outcome(self.rank, value=self.value)
-
-    def _stack(self) -> str:
-        frame = sys._current_frames().get(self.ident or 0)
-        return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 def run_threads(
@@ -71,16 +42,24 @@ def run_threads(
     """
     store = HashStore()
     threads = [
-        _RankThread(rank, lambda rank: function(rank, world_size, store, *args))
+        RankThread(rank, lambda rank: function(rank, world_size, store, *args))
         for rank in range(world_size)
     ]
-    for thread in threads:
-        thread.start()
     deadline = Deadline(timeout_s)
     for thread in threads:
         thread.join(deadline.remaining_s)
-    outcomes = [thread.outcome(timeout_s) for thread in threads]
+    outcomes = [_outcome(thread, timeout_s) for thread in threads]
     if not all(outcome.ok for outcome in outcomes):
         cause = next((thread.error for thread in threads if thread.error), None)
         raise RankFailedError(function.__qualname__, outcomes) from cause
     return [outcome.value for outcome in outcomes]
+
+
+def _outcome(thread: RankThread[Any], waited_s: float) -> Outcome:
+    if thread.is_alive():
+        frame = sys._current_frames().get(thread.ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        return Outcome(thread.rank, hung_s=waited_s, stderr=stack)
+    if thread.error is not None:
+        return Outcome(thread.rank, error="".join(traceback.format_exception(thread.error)))
+    return Outcome(thread.rank, value=thread.value)

@@ -13,13 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from stagelink.errors import ConnectError
-from stagelink.testing.leaks import open_descriptors
 from stagelink.testing.serving import serve
 
 if TYPE_CHECKING:
     from stagelink.testing.jobs import Task
 
-__all__ = ["Worker", "start_rank_server", "start_workers"]
+__all__ = ["Worker", "open_descriptors", "start_rank_server", "start_workers"]
 
 START_S = 60.0
 """Seconds for a process to be there; the first one waits until torch is loaded."""
@@ -36,6 +35,16 @@ def start_rank_server() -> None:
     what `no_leaks` counts; it lives as long as this process.
     """
     forkserver.ensure_running()
+
+
+def open_descriptors() -> dict[int, str]:
+    """The open file descriptors of this process, and what each refers to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        # The one that listed the directory is closed by now.
+        with suppress(FileNotFoundError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 class Worker:
