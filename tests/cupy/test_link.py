@@ -229,7 +229,7 @@ def test_no_slot_comes_home(sender: CupySender, port: Alone) -> None:
 
 @pytest.mark.parametrize(
     ("note", "text"),
-    [(b"xyz", "a note of 3 bytes"), (struct.pack("<I", 3), "slot 3 came home and was not out")],
+    [(b"xyz", "a note of 3 bytes"), (struct.pack("<I", 3), "slot 3 was returned and was not out")],
 )
 def test_a_note_that_does_not_fit_fails_the_link(
     sender: CupySender, port: Alone, note: bytes, text: str

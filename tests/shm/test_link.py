@@ -247,7 +247,7 @@ def test_a_note_that_does_not_fit(note: bytes, size: int, text: str) -> None:
 def test_a_slot_on_loan_is_not_taken_again() -> None:
     pair = Pair()
     got = pair.pass_on(pattern(MIB))
-    with pytest.raises(ValueError, match="slot 0 came again before it was sent home"):
+    with pytest.raises(ValueError, match="slot 0 came again before it was returned"):
         _begin(pair, Filled(0, True, MIB).pack(), MIB)
     del got
 
@@ -266,7 +266,7 @@ def test_notes_out_of_place_fail_the_link() -> None:
     pair.receiver.on_note(b"xyz", ())
     pair.sender.on_note(struct.pack("<I", 3), ())
     assert "a note of 3 bytes" in str(pair.from_receiver.failure)
-    assert "slot 3 came home and was not out" in str(pair.from_sender.failure)
+    assert "slot 3 was returned and was not out" in str(pair.from_sender.failure)
 
 
 # -- memory --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
-from stagelink.transport.leases import SlotReturns, lease, slots_home
+from stagelink.transport.leases import SlotReturns, lease, returned_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Ports:
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         assert not fds
-        self.home += slots_home(note)
+        self.home += returned_slots(note)
 
     def call(self, action: Callable[[], None]) -> None:
         self.calls.append(action)
@@ -91,8 +91,8 @@ def test_a_graph_keeps_it_until_its_backward(returns: SlotReturns, ports: Ports)
 def test_those_that_were_read_go_home_together_at_the_next_read(
     returns: SlotReturns, ports: Ports
 ) -> None:
-    returns.send_home(9)
-    returns.send_home(4)
+    returns.release(9)
+    returns.release(4)
     assert ports.home == []
     assert len(ports.calls) == 1
     ports.read()
@@ -102,7 +102,7 @@ def test_those_that_were_read_go_home_together_at_the_next_read(
 def test_it_can_be_lent_again_when_it_is_home(returns: SlotReturns, ports: Ports) -> None:
     slot = memory()
     tensor = returns.lend(1, slot, 10)
-    with pytest.raises(ValueError, match="slot 1 came again before it was sent home"):
+    with pytest.raises(ValueError, match="slot 1 came again before it was returned"):
         returns.lend(1, slot, 10)
     del tensor
     ports.read()
@@ -128,10 +128,10 @@ def test_after_the_close_nobody_is_told(returns: SlotReturns, ports: Ports) -> N
     tensor = returns.lend(0, memory(), 10)
     returns.close()
     del tensor
-    returns.send_home(1)
+    returns.release(1)
     assert (ports.calls, ports.home) == ([], [])
 
 
 def test_a_note_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="a note of 5 bytes"):
-        list(slots_home(b"12345"))
+        list(returned_slots(b"12345"))

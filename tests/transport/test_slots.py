@@ -65,7 +65,7 @@ def test_slots_that_are_too_small_make_room() -> None:
         book.give_back(slot.number)
     large = taken(book, 2 * MIB)
     assert (book.count, large.number) == (4, small[0].number)
-    with pytest.raises(ValueError, match=f"slot {small[1].number} came home and was not out"):
+    with pytest.raises(ValueError, match=f"slot {small[1].number} was returned and was not out"):
         book.give_back(small[1].number)
 
 

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import FINISHED, Pending, Sender
-from stagelink.transport.leases import slots_home
+from stagelink.transport.leases import returned_slots
 from stagelink.transport.slots import SlotRing
 from stagelink_cupy.notes import Piece
 from stagelink_cupy.passing import Passing, Way
@@ -80,7 +80,7 @@ class CupySender(Sender, Way):
         del fds
         try:
             with self._lock:
-                for number, _ in slots_home(note):
+                for number, _ in returned_slots(note):
                     self._ring.give_back(number)
                 self._short = False
         except ValueError as error:

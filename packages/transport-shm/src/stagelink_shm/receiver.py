@@ -68,7 +68,7 @@ class ShmReceiver(Receiver):
         if filled.keep and size >= _LEAST_VIEW_BYTES:
             return Ready(self._returns.lend(filled.number, slot, size))
         copy_bytes(accept(), slot[:size])
-        self._returns.send_home(filled.number)
+        self._returns.release(filled.number)
         return FINISHED
 
     def _look(self, note: bytes, fds: Sequence[int]) -> Filled:
@@ -111,7 +111,7 @@ class ShmReceiver(Receiver):
         while self._pieces and self._assemblies:
             filled = self._pieces.popleft()
             self._assemblies[0].add(self._slots[filled.number][: filled.size_bytes])
-            self._returns.send_home(filled.number)
+            self._returns.release(filled.number)
             if self._assemblies[0].whole:
                 self._assemblies.popleft()
                 self._port.wake()

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import FINISHED, Pending, Sender
-from stagelink.transport.leases import slots_home
+from stagelink.transport.leases import returned_slots
 from stagelink_shm.memory import copy_bytes, mapped, new_memory
 from stagelink_shm.notes import Filled, pack_given_up
 
@@ -92,7 +92,7 @@ class ShmSender(Sender):
         del fds
         try:
             with self._lock:
-                for number, usable in slots_home(note):
+                for number, usable in returned_slots(note):
                     self._ring.give_back(number, usable=usable)
                 short, self._short = self._short, False
         except ValueError as error:

@@ -21,7 +21,7 @@ import torch
 if TYPE_CHECKING:
     from stagelink.transport.contract import Port
 
-__all__ = ["SlotReturns", "lease", "slots_home"]
+__all__ = ["SlotReturns", "lease", "returned_slots"]
 
 _WORD = struct.Struct("<I")
 _UNUSABLE = 1 << 31
@@ -56,7 +56,7 @@ class SlotReturns:
     or child write into the tensor, both see.
 
     Args:
-        port: the link's; the sender's ``on_note`` gets notes for `slots_home`.
+        port: the link's; the sender's ``on_note`` gets notes for `returned_slots`.
     """
 
     def __init__(self, port: Port) -> None:
@@ -75,11 +75,11 @@ class SlotReturns:
             ValueError: the slot is on loan already.
         """
         if number in self._lent:
-            raise ValueError(f"slot {number} came again before it was sent home")
+            raise ValueError(f"slot {number} came again before it was returned")
         self._lent.add(number)
         return lease(memory, size_bytes, partial(self._on_return, number))
 
-    def send_home(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """A slot was read and is free again.
 
         Its sender hears of it at the end of this turn of reading: slots that were read in one turn
@@ -119,7 +119,7 @@ class SlotReturns:
         self._forked.update(tuple(self._lent))
 
 
-def slots_home(note: bytes) -> Iterator[tuple[int, bool]]:
+def returned_slots(note: bytes) -> Iterator[tuple[int, bool]]:
     """The slots that a note of `SlotReturns` sends home: number, and whether it is usable.
 
     Raises:

@@ -142,7 +142,7 @@ class SlotRing(Generic[_M]):
         """
         slot = self._out.pop(number, None)
         if slot is None:
-            raise ValueError(f"slot {number} came home and was not out")
+            raise ValueError(f"slot {number} was returned and was not out")
         if slot.kept:
             slot.kept = False
             self._kept -= 1
