@@ -443,6 +443,12 @@ def test_a_file_store(tmp_path: Path) -> None:
         assert (tmp_path / "a #?%20").exists()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _servers_pipe() -> None:
+    """Have libuv make the pipe that it keeps from a process's first server to its end."""
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_rank_0_hosts_a_tcp_store(host: str) -> None:

@@ -93,12 +93,13 @@ def _alone(microbatches: int) -> tuple[list[torch.nn.Module], list[float]]:
     return modules, losses
 
 
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_twenty_epochs_of_all_kinds(schedule: str, rank_pool: RankPool) -> None:
     ranks = Ranks(GLOO, rank_pool)
     plan = ranks.plan((2, 3, 1), tensors_of(line(STAGES)), schedule=schedule, microbatches=5)
     alone, losses = _alone(5)
-    for stage, found, seen, held in ranks.run(plan, _many_epochs):
+    for stage, found, seen, held in ranks.run(plan, _many_epochs, timeout_s=120.0):
         assert largest_difference(found, weights(alone[stage])) <= 1e-12
         assert seen == pytest.approx(losses, rel=1e-9)
         memory, threads, descriptors = zip(*held[5:], strict=True)

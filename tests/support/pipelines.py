@@ -177,11 +177,13 @@ class Ranks:
         case: Callable[..., T],
         *args: Any,
         transports: Sequence[type[Transport]] = (),
+        timeout_s: float = 30.0,
     ) -> list[T]:
         """Call ``case(comm, *args)`` on every rank of the plan; what each returned."""
         call = (plan, case, args, transports)
         if self.wire.processes:
-            return self._pool.run(_enter_process, world_size(plan), *call)
+            size = world_size(plan)
+            return self._pool.run(_enter_process, size, *call, timeout_s=timeout_s)
         return run_threads(_enter, world_size(plan), *call)
 
     def run_bare(self, function: Callable[..., T], count: int, *args: Any) -> list[T]:
