@@ -10,7 +10,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from stagelink.control.listening import listen, own_address_by, store_host
 from stagelink.errors import ConnectError
-from stagelink.plan.model import Control
+from stagelink.plan.document import Control
 from stagelink.transport.addresses import Address
 
 HERE = Address("127.0.0.1", "a test says so")

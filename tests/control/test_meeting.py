@@ -23,7 +23,7 @@ from stagelink.control.rendezvous import Rendezvous
 from stagelink.control.store import StoreClient
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, DisagreementError
-from stagelink.plan.model import Control
+from stagelink.plan.document import Control
 from stagelink.testing import RankFailedError, run_threads
 from stagelink.transport.header import HEADER_BYTES, VERSION, Flag, Header, MessageKind
 

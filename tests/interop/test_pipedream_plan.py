@@ -98,7 +98,10 @@ def test_a_tensor_that_two_stages_use() -> None:
 def links(backend: str | None, size: int, *stages: Sequence[int]) -> list[tuple[Any, ...]]:
     """Ranks and transport of each rule."""
     plan = plan_of(Line.of(accounts(*stages)), Servers(backend, size), {})
-    return [(rule.tensor or rule.from_rank, *rule.transports) for rule in plan.rules]
+    return [
+        (rule.keys.get("tensor", rule.keys.get("from_rank")), *rule.transports)
+        for rule in plan.rules
+    ]
 
 
 def test_the_backend_within_servers_and_gloo_across() -> None:

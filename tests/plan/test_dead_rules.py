@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagelink.errors import PlanError
-from stagelink.plan import LinkFacts, Plan, rule_for
+from stagelink.plan import Plan, link_facts, rule_for
 
 Table = dict[str, Any]
 Chain = Callable[..., Table]
@@ -190,26 +190,21 @@ def test_refused_exactly_when_no_pair_of_ranks_matches(chain: Chain, rule: Table
         assert not any(accepts(rule, link, open_plan) for link in links_of(open_plan))
 
 
-def links_of(plan: Plan) -> list[LinkFacts]:
+def links_of(plan: Plan) -> list[Table]:
     links = []
     for edge in plan.edges:
         ends = product(plan.stages[edge.source].ranks, plan.stages[edge.target].ranks)
         for source, target in ends:
             servers = plan.server_of(source), plan.server_of(target)
             same = servers[0] == servers[1]
-            links.append(LinkFacts(edge, source, target, *servers, same, "cpu"))
+            links.append(
+                link_facts(edge, (source, target), servers, same_server=same, device="cpu")
+            )
     return links
 
 
-def accepts(rule: Table, link: LinkFacts, plan: Plan) -> bool:
-    found = {
-        "from": plan.stages[link.edge.source].name,
-        "to": plan.stages[link.edge.target].name,
-        "from_rank": link.source_rank,
-        "to_rank": link.target_rank,
-        "from_server": link.source_server,
-        "to_server": link.target_server,
-        "tensor": link.edge.tensor.name,
-    }
-    same = rule.get("same_server", link.same_server) == link.same_server
+def accepts(rule: Table, link: Table, plan: Plan) -> bool:
+    names = {key: plan.stages[link[key]].name for key in ("from", "to")}
+    found = {**link, **names}
+    same = rule.get("same_server", link["same_server"]) == found.pop("same_server")
     return same and all(found[key] in rule[key] for key in found if key in rule)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from stagelink.plan import Control, Limits, Plan
-from stagelink.plan.document import ControlTable, LimitsTable
 
 Table = dict[str, Any]
 Chain = Callable[..., Table]
@@ -288,13 +286,6 @@ def test_problems_in_tuples_have_their_place(chain: Chain, problems: Problems) -
     assert problems(plan) == [f"stages[0].ranks[1]: '1': {INT}"]
 
 
-def test_defaults_are_those_of_the_values() -> None:
-    assert Limits(**dict(LimitsTable())) == Limits()
-    assert Control(**dict(ControlTable())) == Control()
-    fields = [field.name for field in dataclasses.fields(Limits)]
-    assert list(LimitsTable.model_fields) == fields
-
-
 def test_every_key_reaches_the_plan(chain: Chain) -> None:
     plan = chain(
         2,
@@ -326,5 +317,14 @@ def test_every_key_reaches_the_plan(chain: Chain) -> None:
     (tensor,) = made.tensors
     assert (tensor.dtype, tensor.shape, tensor.grad) == ("float32", (-1, 8), False)
     assert made.transports == {"gloo": {"interface": "lo"}}
-    assert made.control == Control("eth0", 0, 20, (20000, 20100))
-    assert made.limits == Limits(1.0, math.inf, 3.5, 4.0, 5, 6)
+    assert made.control == Control(
+        interface="eth0", inline_bytes=0, spin_us=20, ports=(20000, 20100)
+    )
+    assert made.limits == Limits(
+        deadline_s=1.0,
+        first_deadline_s=math.inf,
+        connect_deadline_s=3.5,
+        close_deadline_s=4.0,
+        receive_bytes=5,
+        pool_bytes=6,
+    )

@@ -7,7 +7,7 @@ from itertools import pairwise, permutations, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagelink.plan.graph import pieces, shortest_path
+from stagelink.plan.checks import pieces, shortest_path
 
 NODES = range(5)
 ENDS = st.lists(st.tuples(st.sampled_from(NODES), st.sampled_from(NODES)), max_size=8)

@@ -115,7 +115,11 @@ def test_inputs_and_outputs(digits: Plan) -> None:
 
 def test_rules(digits: Plan) -> None:
     assert digits.rules == (
-        LinkRule(0, ("nccl", "cupy"), from_=(1,), same_server=True, device=("cuda",)),
+        LinkRule(
+            0,
+            ("nccl", "cupy"),
+            {"from": (1,), "same_server": (True,), "device": ("cuda",)},
+        ),
         LinkRule(1, ("gloo",)),
     )
 

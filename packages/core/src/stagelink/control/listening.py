@@ -15,7 +15,7 @@ from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from stagelink.plan.model import Control
+    from stagelink.plan.document import Control
 
 __all__ = ["gloo_address_by", "listen", "own_address_by", "store_host"]
 

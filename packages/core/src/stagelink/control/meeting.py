@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.deadline import Deadline
-    from stagelink.plan.model import Control
+    from stagelink.plan.document import Control
     from stagelink.transport.addresses import Address
 
 __all__ = ["Meeting"]

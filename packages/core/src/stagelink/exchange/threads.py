@@ -114,7 +114,7 @@ def _hearsay(error: BaseException) -> int:
 
 
 def _for_threads(plan: Plan) -> Plan:
-    limits = dataclasses.replace(plan.limits, deadline_s=math.inf, first_deadline_s=math.inf)
+    limits = plan.limits.model_copy(update={"deadline_s": math.inf, "first_deadline_s": math.inf})
     return dataclasses.replace(
         plan,
         stages=tuple(dataclasses.replace(stage, device="cpu") for stage in plan.stages),

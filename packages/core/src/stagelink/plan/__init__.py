@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from stagelink.plan.document import Control, Limits
 from stagelink.plan.dtypes import DTYPE_BY_CODE, DTYPE_BY_NAME, DTYPES, MAX_DIMS, DType
 from stagelink.plan.facts import differences
-from stagelink.plan.model import Control, Edge, Limits, Stage, Tensor
+from stagelink.plan.model import Edge, Stage, Tensor
 from stagelink.plan.plan import Plan
-from stagelink.plan.rules import AUTO, LinkFacts, LinkRule, matches, named_keys, rule_for
+from stagelink.plan.rules import AUTO, LinkRule, link_facts, named_keys, rule_for
 
 __all__ = [
     "AUTO",
@@ -18,13 +19,12 @@ __all__ = [
     "DType",
     "Edge",
     "Limits",
-    "LinkFacts",
     "LinkRule",
     "Plan",
     "Stage",
     "Tensor",
     "differences",
-    "matches",
+    "link_facts",
     "named_keys",
     "rule_for",
 ]

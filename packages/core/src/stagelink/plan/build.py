@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from stagelink.plan.diagonal import diagonal
 from stagelink.plan.dtypes import DTYPE_BY_NAME
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from stagelink.plan.document import Document, LinkTable, TensorTable
 
 __all__ = ["edges_of", "rules_of", "servers_of", "stages_of", "tensors_of"]
-
-_T = TypeVar("_T")
 
 
 def stages_of(document: Document) -> tuple[Stage, ...]:
@@ -82,23 +80,8 @@ def _tensor(table: TensorTable, stages: Mapping[str, int]) -> Tensor:
 
 
 def _rule(index: int, table: LinkTable, stages: Mapping[str, int]) -> LinkRule:
-    def indices(names: list[str] | None) -> tuple[int, ...] | None:
-        return None if names is None else tuple(stages[name] for name in names)
-
-    return LinkRule(
-        index=index,
-        transports=tuple(table.transport),
-        from_=indices(table.from_),
-        to=indices(table.to),
-        from_rank=_values(table.from_rank),
-        to_rank=_values(table.to_rank),
-        from_server=_values(table.from_server),
-        to_server=_values(table.to_server),
-        same_server=table.same_server,
-        tensor=_values(table.tensor),
-        device=_values(table.device),
-    )
-
-
-def _values(values: list[_T] | None) -> tuple[_T, ...] | None:
-    return None if values is None else tuple(values)
+    keys = {
+        key: tuple(stages[name] for name in values) if key in {"from", "to"} else tuple(values)
+        for key, values in table.keys().items()
+    }
+    return LinkRule(index, tuple(table.transport), keys)

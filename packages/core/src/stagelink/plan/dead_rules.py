@@ -76,15 +76,15 @@ def _too_late(rule: LinkRule, earlier: Sequence[LinkRule]) -> str | None:
 
 
 def _covers(earlier: LinkRule, later: LinkRule) -> bool:
-    wanted = later.keys()
+    wanted = later.keys
     return all(
         key in wanted and set(wanted[key]).issubset(accepted)
-        for key, accepted in earlier.keys().items()
+        for key, accepted in earlier.keys.items()
     )
 
 
 def _contradiction(rule: LinkRule, topology: _Topology) -> str | None:
-    if not topology.edges or rule.keys().keys() <= _OF_EVERY_PLAN:
+    if not topology.edges or rule.keys.keys() <= _OF_EVERY_PLAN:
         return None
     sources = _side(rule, "from", topology)
     targets = _side(rule, "to", topology)
@@ -92,20 +92,20 @@ def _contradiction(rule: LinkRule, topology: _Topology) -> str | None:
         if not fitting:
             return f"no rank has {_given(rule, topology, (side,))}"
     edges = [edge for edge in topology.edges if edge.source in sources and edge.target in targets]
-    if rule.tensor is not None:
-        edges = [edge for edge in edges if edge.tensor.name in rule.tensor]
+    if "tensor" in rule.keys:
+        edges = [edge for edge in edges if edge.tensor.name in rule.keys["tensor"]]
     if not edges:
         keys = _given(rule, topology, ("from", "to", "tensor"))
         return f"no tensor has {keys}{_ways(rule, topology)}"
     if not any(_servers_fit(rule, sources[edge.source], targets[edge.target]) for edge in edges):
-        ends = "different servers" if rule.same_server else "one server"
+        ends = "different servers" if True in rule.keys["same_server"] else "one server"
         return f"every link that fits its other keys has its ends on {ends}"
     return None
 
 
 def _side(rule: LinkRule, side: str, topology: _Topology) -> Mapping[int, set[int | None]]:
     """The stages that the keys of one side allow, with the servers of their allowed ranks."""
-    keys = rule.keys()
+    keys = rule.keys
     names = (side, f"{side}_rank", f"{side}_server")
     tests = [(place, frozenset(keys[key])) for place, key in enumerate(names) if key in keys]
     servers: dict[int, set[int | None]] = defaultdict(set)
@@ -118,9 +118,9 @@ def _side(rule: LinkRule, side: str, topology: _Topology) -> Mapping[int, set[in
 def _servers_fit(
     rule: LinkRule, sources: Collection[int | None], targets: Collection[int | None]
 ) -> bool:
-    if rule.same_server is None or None in sources:
+    if "same_server" not in rule.keys or None in sources:
         return True
-    if rule.same_server:
+    if True in rule.keys["same_server"]:
         return not set(sources).isdisjoint(targets)
     return len({*sources, *targets}) > 1
 
@@ -137,6 +137,6 @@ def _ways(rule: LinkRule, topology: _Topology) -> str:
         f"; {tensor.name!r} goes from {names[tensor.source]!r} to "
         f"{quoted(names[target] for target in tensor.targets)}"
         for tensor in dict.fromkeys(edge.tensor for edge in topology.edges)
-        if tensor.name in (rule.tensor or ())
+        if tensor.name in rule.keys.get("tensor", ())
     ]
     return "".join(ways)

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 from stagelink.plan.dtypes import DTYPE_BY_NAME, MAX_DIMS
-from stagelink.plan.model import ROUTINGS, SCHEDULES, Control, Limits
+from stagelink.plan.model import ROUTINGS, SCHEDULES
 from stagelink.text import shown, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = [
-    "UNKNOWN_NAME",
-    "ControlTable",
+    "OWN_TEXT",
+    "Control",
     "Document",
-    "LimitsTable",
+    "Limits",
     "LinkTable",
     "PipelineTable",
     "StageTable",
     "TensorTable",
 ]
 
-UNKNOWN_NAME = "unknown_name"
+OWN_TEXT = "own_text"
 """Type of the errors whose message is already a whole text of ours."""
 
 _MAX_INT64 = 2**63 - 1
 _MAX_PORT = 65535
 _PORTS = 2
-_CONTROL = Control()
-_LIMITS = Limits()
 
 
 def _listed(value: object) -> object:
@@ -49,7 +47,7 @@ def _one_of(kind: str, known: Iterable[str]) -> Callable[[str], str]:
     def check(name: str) -> str:
         if name not in names:
             text = unknown(kind, name, names, owner="this version")
-            raise PydanticCustomError(UNKNOWN_NAME, "{text}", {"text": text})
+            raise PydanticCustomError(OWN_TEXT, "{text}", {"text": text})
         return name
 
     return check
@@ -58,16 +56,15 @@ def _one_of(kind: str, known: Iterable[str]) -> Callable[[str], str]:
 def _port_range(value: object) -> object:
     """Two ports in ascending order, whatever is wrong with them told in one sentence."""
     found = list(value) if isinstance(value, tuple) else value
-    sound = (
+    if found is None or (
         isinstance(found, list)
         and len(found) == _PORTS
         and all(type(port) is int and 1 <= port <= _MAX_PORT for port in found)
         and found[0] <= found[1]
-    )
-    if found is None or (sound and isinstance(found, list)):
+    ):
         return found if found is None else tuple(found)
     text = f"{shown(value)}: must be the first and the last port, as [20000, 20100]"
-    raise PydanticCustomError(UNKNOWN_NAME, "{text}", {"text": text})
+    raise PydanticCustomError(OWN_TEXT, "{text}", {"text": text})
 
 
 _T = TypeVar("_T")
@@ -89,6 +86,8 @@ _Routing = Annotated[str, AfterValidator(_one_of("routing", ROUTINGS))]
 
 
 class _Table(BaseModel):
+    """A table of a plan's file: its keys, each with its type and bounds."""
+
     # Strict, since a rank "0" or true is a slip to be told, not a number to be guessed.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -140,25 +139,52 @@ class LinkTable(_Table):
     device: _OneOrSome[_Device] | None = None
     transport: _OneOrSome[_Name]
 
-
-class ControlTable(_Table):
-    """``[control]``."""
-
-    interface: _Name | None = _CONTROL.interface
-    inline_bytes: Annotated[int, Field(ge=0, le=65536)] = _CONTROL.inline_bytes
-    spin_us: _Index = _CONTROL.spin_us
-    ports: _Ports = _CONTROL.ports
+    def keys(self) -> dict[str, list[Any]]:
+        """The keys of the rule that were given, as in the file, each with its values."""
+        given = self.model_dump(by_alias=True, exclude_none=True, exclude={"transport"})
+        return {key: found if isinstance(found, list) else [found] for key, found in given.items()}
 
 
-class LimitsTable(_Table):
-    """``[limits]``."""
+class Limits(_Table):
+    """``[limits]``: how long waits may take and how much memory receives may need.
 
-    deadline_s: _Seconds = _LIMITS.deadline_s
-    first_deadline_s: _Seconds = _LIMITS.first_deadline_s
-    connect_deadline_s: _Seconds = _LIMITS.connect_deadline_s
-    close_deadline_s: _Seconds = _LIMITS.close_deadline_s
-    receive_bytes: _Count | None = _LIMITS.receive_bytes
-    pool_bytes: _Count = _LIMITS.pool_bytes
+    Attributes:
+        deadline_s: seconds a call may wait for one message or one credit.
+        first_deadline_s: the same for the first message of a session (compilation, data loading).
+        connect_deadline_s: seconds that `connect` may take.
+        close_deadline_s: seconds that `close` may take to drain and say goodbye.
+        receive_bytes: bound on one rank's receive memory, checked beforehand as far as shapes are
+            declared, and at run time of what has come and was not taken yet; None: no bound.
+        pool_bytes: idle receive buffers kept for reuse per rank.
+    """
+
+    deadline_s: _Seconds = 60.0
+    first_deadline_s: _Seconds = 600.0
+    connect_deadline_s: _Seconds = 120.0
+    close_deadline_s: _Seconds = 10.0
+    receive_bytes: _Count | None = None
+    pool_bytes: _Count = 256 * 1024 * 1024
+
+
+class Control(_Table):
+    """``[control]``: how the control plane connects.
+
+    Attributes:
+        interface: network interface at whose address this rank listens for control connections of
+            other servers; None: that of the route to the store's host, or what else tells it, see
+            `stagelink.transport.addresses.own_address`.
+        inline_bytes: CPU payloads up to this size travel in the header's message (0 to 65536;
+            0: never).
+        spin_us: microseconds that a waiting caller polls before it blocks, where its last waits
+            were shorter than that; 0: never.
+        ports: the first and the last port that this rank may listen at for control connections of
+            other servers; None: any.
+    """
+
+    interface: _Name | None = None
+    inline_bytes: Annotated[int, Field(ge=0, le=65536)] = 8192
+    spin_us: _Index = 100
+    ports: _Ports = None
 
 
 class Document(_Table):
@@ -169,5 +195,5 @@ class Document(_Table):
     tensors: _List[TensorTable] = []
     links: _List[LinkTable] = []
     transports: dict[_Name, dict[str, JsonValue]] = {}
-    control: ControlTable = ControlTable()
-    limits: LimitsTable = LimitsTable()
+    control: Control = Control()
+    limits: Limits = Limits()

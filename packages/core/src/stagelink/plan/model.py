@@ -1,4 +1,4 @@
-"""The values a plan is made of: stages, tensors, edges and limits. Frozen, and free of I/O."""
+"""The values a plan is made of: stages, tensors and edges. Frozen, and free of I/O."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from stagelink.text import shown
+
 __all__ = [
     "ASYNCHRONOUS",
     "ROUTINGS",
     "SCHEDULES",
     "WITH_WARM_UP",
-    "Control",
     "Edge",
-    "Limits",
     "Stage",
     "Tensor",
     "most_microbatches",
+    "too_many_microbatches",
 ]
 
 ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw"})
@@ -46,6 +47,23 @@ def most_microbatches(stages: int) -> int:
         stages: how many stages the plan has.
     """
     return max(_ALWAYS, _MOST_OF_ALL_STAGES // stages)
+
+
+def too_many_microbatches(microbatches: int, stages: int) -> str | None:
+    """What is wrong with so many microbatches; None where nothing is.
+
+    Args:
+        microbatches: in the whole pipeline.
+        stages: how many there are.
+    """
+    most = most_microbatches(stages)
+    if microbatches <= most:
+        return None
+    of_stages = f"{stages} stage{'s' * (stages != 1)}"
+    return (
+        f"{shown(microbatches)}: must be at most {most} with {of_stages}, since each rank lists "
+        "and walks them before it starts; let a batch be smaller, or a session go on until the end"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,47 +151,3 @@ class Edge:
         if len(self.tensor.targets) == 1:
             return self.tensor.name
         return f"{self.tensor.name}>{self.target}"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long waits may take and how much memory receives may need.
-
-    Attributes:
-        deadline_s: seconds a call may wait for one message or one window place.
-        first_deadline_s: the same for the first message of a session (compilation, data loading).
-        connect_deadline_s: seconds that `connect` may take.
-        close_deadline_s: seconds that `close` may take to drain and say goodbye.
-        receive_bytes: bound on one rank's receive memory, checked beforehand as far as shapes are
-            declared, and at run time of what has come and was not taken yet; None: no bound.
-        pool_bytes: idle receive buffers kept for reuse per rank.
-    """
-
-    deadline_s: float = 60.0
-    first_deadline_s: float = 600.0
-    connect_deadline_s: float = 120.0
-    close_deadline_s: float = 10.0
-    receive_bytes: int | None = None
-    pool_bytes: int = 256 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """How the control plane connects.
-
-    Attributes:
-        interface: network interface at whose address this rank listens for control connections of
-            other servers; None: that of the route to the store's host, or what else tells it, see
-            `stagelink.transport.addresses.own_address`.
-        inline_bytes: CPU payloads up to this size travel in the header's message (0 to 65536;
-            0: never).
-        spin_us: microseconds that a waiting caller polls before it blocks, where its last waits
-            were shorter than that; 0: never.
-        ports: the first and the last port that this rank may listen at for control connections of
-            other servers; None: any.
-    """
-
-    interface: str | None = None
-    inline_bytes: int = 8192
-    spin_us: int = 100
-    ports: tuple[int, int] | None = None

@@ -12,18 +12,25 @@ from typing import TYPE_CHECKING, Any
 from stagelink.arguments import NAME, PATH, checked, is_a
 from stagelink.errors import PlanError
 from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
-from stagelink.plan.facts import digest_of, facts_of
+from stagelink.plan.facts import digest_of, fact
 from stagelink.plan.files import parse_toml, read_mapping
 from stagelink.plan.launch import launch_problems
-from stagelink.plan.model import ASYNCHRONOUS, WITH_WARM_UP, Control, Edge, Limits, Stage, Tensor
+from stagelink.plan.model import (
+    ASYNCHRONOUS,
+    WITH_WARM_UP,
+    Edge,
+    Stage,
+    Tensor,
+    too_many_microbatches,
+)
 from stagelink.plan.reading import read_document
-from stagelink.plan.stage_checks import too_many_microbatches
+from stagelink.plan.rules import named_keys
 from stagelink.text import shown, unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from stagelink.plan.document import Document
+    from stagelink.plan.document import Control, Document, Limits
     from stagelink.plan.rules import LinkRule
 
 __all__ = ["Plan"]
@@ -120,8 +127,13 @@ class Plan:
         return digest_of(self.facts())
 
     def facts(self) -> dict[str, str]:
-        """What all ranks must agree on, as texts; `differences` compares two of these."""
-        return facts_of(self)
+        """What all ranks must agree on: "OWNER WORD" to a text, the last word free of spaces.
+
+        What each rank may choose for itself is left out: limits, interface, ports, spin,
+        observers and the number of microbatches, which a session agrees on.
+        `differences` compares two of these.
+        """
+        return {f"{owner} {word}": fact(value) for owner, word, value in _facts(self)}
 
     @property
     def has_warm_up(self) -> bool:
@@ -237,8 +249,8 @@ class Plan:
             routing=pipeline.routing,
             window=pipeline.window,
             transports=document.transports,
-            control=Control(**dict(document.control)),
-            limits=Limits(**dict(document.limits)),
+            control=document.control,
+            limits=document.limits,
             observers=tuple(pipeline.observers),
         )
 
@@ -278,3 +290,39 @@ class Plan:
         for edge in self.edges:
             edges[end(edge)].append(edge)
         return [tuple(of_stage) for of_stage in edges]
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str, object]]:
+    yield "pipeline", "schedule", plan.schedule
+    yield "pipeline", "routing", plan.routing
+    yield "pipeline", "window", plan.window
+    yield "pipeline", "servers", plan.servers
+    yield "control", "inline_bytes", plan.control.inline_bytes
+    names = [stage.name for stage in plan.stages]
+    for stage in plan.stages:
+        for word, value in _stage_facts(stage):
+            yield f"stage {stage.name!r}", word, value
+    for tensor in plan.tensors:
+        for word, value in _tensor_facts(tensor, names):
+            yield f"tensor {tensor.name!r}", word, value
+    for rule in plan.rules:
+        yield f"link rule {rule.index}", "keys", named_keys(rule, names)
+        yield f"link rule {rule.index}", "transport", rule.transports
+    for name, options in plan.transports.items():
+        yield f"transport {name!r}", "options", options
+
+
+def _stage_facts(stage: Stage) -> Iterator[tuple[str, object]]:
+    yield "place", stage.index
+    yield "ranks", stage.ranks
+    yield "device", stage.device
+    yield "warm_up", stage.warm_up
+    yield "arguments", dict(stage.arguments) or None
+
+
+def _tensor_facts(tensor: Tensor, names: list[str]) -> Iterator[tuple[str, object]]:
+    yield "from", names[tensor.source]
+    yield "to", [names[target] for target in tensor.targets]
+    yield "dtype", tensor.dtype
+    yield "shape", tensor.shape
+    yield "grad", tensor.grad

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from stagelink.plan.checks import cross_problems
 from stagelink.plan.document import (
-    UNKNOWN_NAME,
-    ControlTable,
+    OWN_TEXT,
+    Control,
     Document,
-    LimitsTable,
+    Limits,
     LinkTable,
     PipelineTable,
     StageTable,
@@ -35,8 +35,8 @@ _TABLES: Mapping[str | int, type[BaseModel]] = {
     "stages": StageTable,
     "tensors": TensorTable,
     "links": LinkTable,
-    "control": ControlTable,
-    "limits": LimitsTable,
+    "control": Control,
+    "limits": Limits,
 }
 
 _DEMANDS: Mapping[str, str] = {
@@ -108,7 +108,7 @@ def problem_text(detail: ErrorDetails, keys: Iterable[str]) -> str:
         keys: those that the table has, for one that it does not.
     """
     kind = detail["type"]
-    if kind == UNKNOWN_NAME:
+    if kind == OWN_TEXT:
         return detail["msg"]
     if kind == "missing":
         return "missing; this key must be given"

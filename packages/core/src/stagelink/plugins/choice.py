@@ -7,10 +7,10 @@ same answer, each in its own process, and ``stagelink plan`` can ask without any
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagelink.errors import NoTransportError, PluginError, UnknownTransportError
-from stagelink.plan.rules import AUTO, LinkFacts, rule_for
+from stagelink.plan.rules import AUTO, link_facts, rule_for
 from stagelink.plugins.eligibility import Asker, Case
 from stagelink.text import quoted
 
@@ -213,14 +213,7 @@ def _same_server(plan: Plan, source: int, target: int) -> tuple[bool, ...]:
     return (plan.server_of(source) == plan.server_of(target),)
 
 
-def _facts(plan: Plan, edge: Edge, ranks: tuple[int, int], same_server: bool) -> LinkFacts:
-    source, target = ranks
-    return LinkFacts(
-        edge=edge,
-        source_rank=source,
-        target_rank=target,
-        source_server=plan.server_of(source),
-        target_server=plan.server_of(target),
-        same_server=same_server,
-        device=device_of(plan, edge),
-    )
+def _facts(plan: Plan, edge: Edge, ranks: tuple[int, int], same_server: bool) -> dict[str, Any]:
+    servers = plan.server_of(ranks[0]), plan.server_of(ranks[1])
+    device = device_of(plan, edge)
+    return link_facts(edge, ranks, servers, same_server=same_server, device=device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stagelink.arguments import MAPPING, checked, instance, optional
 from stagelink.errors import PlanError, VerificationError
 from stagelink.plan import Plan
-from stagelink.plan.stage_checks import too_many_microbatches
+from stagelink.plan.model import too_many_microbatches
 from stagelink.schedule.actions import UNTIL_END, actions_for
 from stagelink.schedule.checks import action_problems
 from stagelink.schedule.memory import receive_bytes

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from stagelink.errors import PlanError
 from stagelink.plan import Plan
+from stagelink.plan.document import Limits, LinkTable
 from stagelink.plan.files import read_mapping
 from stagelink.text import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from pydantic import BaseModel
 
 __all__ = ["CONFIG_VARIABLE", "C10dOptions"]
 
@@ -32,11 +35,7 @@ _MEANING = {
 }
 """Tables that may be given, and their keys that have a meaning here; none named: all."""
 
-_WITHOUT = {
-    "links": ("from", "to", "from_server", "to_server", "tensor"),
-    "limits": ("deadline_s", "first_deadline_s", "receive_bytes"),
-}
-"""Keys that a plan's tables have beside those."""
+_TABLES: Mapping[str, type[BaseModel]] = {"links": LinkTable, "limits": Limits}
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,10 @@ class C10dOptions:
         for name in sorted(set(self.tables) - set(_MEANING)):
             hint = did_you_mean(name, _MEANING)
             yield f"{name}: only the tables {', '.join(_MEANING)} have a meaning here{hint}"
-        for name, keys in _WITHOUT.items():
+        for name, model in _TABLES.items():
+            known = {field.alias or key for key, field in model.model_fields.items()}
             for table in _rows(self.tables.get(name)):
-                for key in sorted(set(keys).intersection(table)):
+                for key in sorted(known.difference(_MEANING[name]).intersection(table)):
                     yield (
                         f"{name}.{key} has no meaning here; those that have are "
                         f"{', '.join(_MEANING[name])}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from stagelink.control.listening import gloo_address_by, store_host
 from stagelink.errors import DeadlineError, StagelinkError
 from stagelink.interop.collectives import explained
-from stagelink.plan.model import Control
+from stagelink.plan.document import Control
 from stagelink.runner.replicas import break_off
 from stagelink.transport.gloo_groups import THREADS, gloo_group
 from stagelink.transport.host import server_id
