@@ -1,7 +1,4 @@
-"""The example transport with a fault in it, once for each fault; for `test_planted_faults`.
-
-No test module of its own: these tests are there to fail.
-"""
+"""The example transport with a fault in it, once for each fault; for `test_planted_faults`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from examples.third_party_transport.src.stagelink_plaintcp import (
 )
 
 from stagelink.deadline import Deadline
-from stagelink.testing.conformance import TransportConformance
 from stagelink.transport.contract import Pending
 
 if TYPE_CHECKING:
@@ -351,71 +347,3 @@ class HastyReceiver(TcpReceiver):
 class WaitsForNobody(Broken):
     name = "waits-for-nobody"
     receiver = HastyReceiver
-
-
-class TestDropsOne(TransportConformance):
-    transport = DropsOne
-
-
-class TestSwapsTwo(TransportConformance):
-    transport = SwapsTwo
-
-
-class TestReusesABuffer(TransportConformance):
-    transport = ReusesABuffer
-
-
-class TestIgnoresTheDeadline(TransportConformance):
-    transport = IgnoresTheDeadline
-
-
-class TestSwallowsADeath(TransportConformance):
-    transport = SwallowsADeath
-
-
-class TestChangesTheDtype(TransportConformance):
-    transport = ChangesTheDtype
-
-
-class TestLosesAHandle(TransportConformance):
-    transport = LosesAHandle
-
-
-class TestBlocksInClose(TransportConformance):
-    transport = BlocksInClose
-
-
-class TestLeaksAThread(TransportConformance):
-    transport = LeaksAThread
-
-
-class TestTruncates(TransportConformance):
-    transport = Truncates
-
-
-class TestDeathIsAnEnd(TransportConformance):
-    transport = DeathIsAnEnd
-
-
-class TestLeavesAFile(TransportConformance):
-    transport = LeavesAFile
-
-
-class TestIgnoresAbort(TransportConformance):
-    transport = IgnoresAbort
-
-
-class TestBeginsOnOneThread(TransportConformance):
-    transport = BeginsOnOneThread
-
-
-class TestStallsAtTheSixth(TransportConformance):
-    transport = StallsAtTheSixth
-
-
-class TestHalfDuplex(TransportConformance):
-    transport = HalfDuplex
-
-
-class TestWaitsForNobody(TransportConformance):
-    transport = WaitsForNobody

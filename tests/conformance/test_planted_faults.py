@@ -2,93 +2,110 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-from xml.etree import ElementTree
+import inspect
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from stagelink.testing import RankFailedError, RankPool
+from stagelink.testing.conformance import TransportConformance, ready, runner
+from stagelink.testing.subject import Subject
+from tests.conformance import planted
 
-ROOT = Path(__file__).parents[2]
-PLANTED = "tests/conformance/planted.py"
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+PATIENCE_S = 1.5
+"""Less than the kit has: most of what is planted here is found by waiting for so long."""
+
+
+class Found(NamedTuple):
+    """How a fault is found: by which test, with which of its parameters, in which words."""
+
+    test: str
+    text: str
+    parameters: Mapping[str, Any] = MappingProxyType({})
+
 
 FOUND_BY = {
-    "DropsOne": ("test_nothing_is_lost[100]", "lost: messages [3] of 30 never arrived"),
-    "SwapsTwo": ("test_order_is_kept[100]", "out of order: what came was [0, 1, 2, 4, 3, 5"),
-    "ReusesABuffer": (
-        "test_what_was_received_is_never_overwritten[300000]",
-        "message 0 was overwritten while the user held it",
+    "DropsOne": Found(
+        "test_nothing_is_lost",
+        "lost: messages [3] of 30 never arrived",
+        {"size_bytes": 100},
     ),
-    "IgnoresTheDeadline": (
+    "SwapsTwo": Found(
+        "test_order_is_kept",
+        "out of order: what came was [0, 1, 2, 4, 3, 5",
+        {"size_bytes": 100},
+    ),
+    "ReusesABuffer": Found(
+        "test_what_was_received_is_never_overwritten",
+        "message 0 was overwritten while the user held it",
+        {"size_bytes": 300_000},
+    ),
+    "IgnoresTheDeadline": Found(
         "test_a_receive_keeps_its_deadline",
         "the finish of a receive ignores its deadline",
     ),
-    "SwallowsADeath": (
+    "SwallowsADeath": Found(
         "test_a_peer_that_breaks_off_is_no_end_of_a_message",
         "a receive returns as if the message had arrived, although the other end has broken off",
     ),
-    "ChangesTheDtype": ("test_values", "a receive changes the dtype: it gives torch.float32"),
-    "LosesAHandle": (
-        "test_every_handle_of_a_send_is_done[100]",
+    "ChangesTheDtype": Found("test_values", "a receive changes the dtype: it gives torch.float32"),
+    "LosesAHandle": Found(
+        "test_every_handle_of_a_send_is_done",
         "the handle of the send of message 5 is lost",
+        {"size_bytes": 100},
     ),
-    "BlocksInClose": ("test_close_keeps_its_deadline", "Sender.close still blocks 3 s after"),
-    "LeaksAThread": ("test_close_leaves_nothing", "  thread 'leaked'"),
-    "Truncates": ("test_sizes[buffered]", "from byte 65536 to byte 65536"),
-    "DeathIsAnEnd": (
+    "BlocksInClose": Found(
+        "test_close_keeps_its_deadline", "Sender.close still blocks 1.5 s after"
+    ),
+    "LeaksAThread": Found("test_close_leaves_nothing", "  thread 'leaked'"),
+    "Truncates": Found("test_sizes", "from byte 65536 to byte 65536", {"rendezvous": False}),
+    "DeathIsAnEnd": Found(
         "test_a_peer_that_dies_is_no_end_of_a_message",
         "a receive returns as if the message had arrived, although the other end has died",
     ),
-    "LeavesAFile": (
+    "LeavesAFile": Found(
         "test_close_leaves_nothing",
         "left behind in the folder for temporary files: ['litter",
     ),
-    "BeginsOnOneThread": (
-        "test_sends_outlive_their_session[100]",
+    "BeginsOnOneThread": Found(
+        "test_sends_outlive_their_session",
         "RuntimeError: another thread",
+        {"size_bytes": 100},
     ),
-    "StallsAtTheSixth": (
+    "StallsAtTheSixth": Found(
         "test_close_takes_in_what_is_queued",
         "closing with 6 messages queued: ",
     ),
-    "HalfDuplex": ("test_both_ends_close_at_once", "closing with 6 messages queued: "),
-    "WaitsForNobody": (
+    "HalfDuplex": Found("test_both_ends_close_at_once", "closing with 6 messages queued: "),
+    "WaitsForNobody": Found(
         "test_close_waits_for_a_late_sender",
         "closing with 6 messages queued: TransportError: ",
     ),
-    "IgnoresAbort": (
+    "IgnoresAbort": Found(
         "test_abort_ends_a_receive",
-        "the finish of a receive still blocks 3 s after",
+        "the finish of a receive still blocks 1.5 s after",
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """What each test said that was run against the fault it is to find, by class and name."""
-    report = tmp_path_factory.mktemp("planted") / "report.xml"
-    tests = [f"{PLANTED}::Test{fault}::{test}" for fault, (test, _) in FOUND_BY.items()]
-    options = ["-q", "-p", "no:cacheprovider", "--durations=0", f"--junitxml={report}"]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    run = subprocess.run(
-        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False
-    )
-    assert report.exists(), run.stdout + run.stderr
-    found = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        failure = case.find("failure")
-        text = "" if failure is None else f"{failure.get('message')}\n{failure.text}"
-        found[f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"] = text
-    return found
+@pytest.fixture
+def given(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """What the tests of the kit have for parameters, for one transport and its own ranks."""
+    cls = getattr(planted, request.getfixturevalue("fault"))
+    subject = ready(Subject(cls.name, (cls,), patience_s=PATIENCE_S))
+    with RankPool() as pool:
+        yield {"subject": subject, "run": runner(subject, pool)}
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("fault", FOUND_BY)
-def test_a_planted_fault_is_found_by_name(failures: Mapping[str, str], fault: str) -> None:
-    test, text = FOUND_BY[fault]
-    assert text in failures[f"Test{fault}::{test}"]
+def test_a_planted_fault_is_found_by_name(fault: str, given: dict[str, Any]) -> None:
+    found = FOUND_BY[fault]
+    test = getattr(TransportConformance(), found.test)
+    given |= found.parameters
+    with pytest.raises((AssertionError, RankFailedError)) as caught:
+        test(**{name: given[name] for name in inspect.signature(test).parameters})
+    assert found.text in str(caught.value)

@@ -11,7 +11,6 @@ import torch
 
 from stagelink.deadline import Deadline
 from stagelink.plugins.problems import transport_problems
-from stagelink.testing import watch as watching
 from stagelink.testing.watch import Watch, watched
 from stagelink.transport.contract import FINISHED, Link, Message, Pending, Ready, Receiver, Sender
 from stagelink.transport.header import Header, MessageKind
@@ -145,15 +144,12 @@ def test_a_payload_on_another_device() -> None:
     assert problem == "gives a tensor on 'meta', a flat uint8 tensor of 4 bytes on 'cpu' is due"
 
 
-def test_an_abort_that_raises_and_a_close_that_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_abort_that_raises_and_a_close_that_takes_too_long() -> None:
     class Given(Loopback):
         def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
             return Ends(lambda announce: None)
 
-    monkeypatch.setattr(watching, "SLACK_S", 0.0)
-    watch = Watch()
+    watch = Watch(patience_s=0.0)
     sender = watched(Given, watch)(LoopbackOptions()).open_sender(LINK, PORT, Deadline(1))
     sender.abort(OSError())
     sender.close(Deadline(0))

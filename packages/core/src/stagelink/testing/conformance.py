@@ -46,12 +46,13 @@ from stagelink.testing.ranks import run_fresh
 from stagelink.testing.scenes import NOTHING_TO_WAIT_FOR, Scene, plays_scene
 from stagelink.testing.subject import Subject
 from stagelink.testing.threads import run_threads
+from stagelink.testing.watch import PATIENCE_S
 from stagelink.transport.contract import Capabilities, Link, Place, Transport, Verdict
 
 if TYPE_CHECKING:
     from stagelink.testing.programs import Pass
 
-__all__ = ["TransportConformance"]
+__all__ = ["TransportConformance", "ready", "runner"]
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -67,10 +68,13 @@ class TransportConformance:
     Class attributes:
         transport: the class, or the name of an installed transport.
         options: its options, as in ``[transports.NAME]``.
+        patience_s: seconds after which what a sound transport does in milliseconds counts as
+            blocked: to be raised for a machine with much else to do.
     """
 
     transport: ClassVar[type[Transport] | str]
     options: ClassVar[Mapping[str, Any]] = {}
+    patience_s: ClassVar[float] = PATIENCE_S
 
     # -- what a subclass gets
 
@@ -85,35 +89,21 @@ class TransportConformance:
     @classmethod
     def declared(cls) -> Subject:
         """The transport as the class declares it, whether or not it can be used here."""
-        if isinstance(cls.transport, str):
-            return Subject(cls.transport, (), cls.options)
-        return Subject(cls.transport.name, (cls.transport,), cls.options)
+        cls_or_name = cls.transport
+        name = cls_or_name if isinstance(cls_or_name, str) else cls_or_name.name
+        classes = () if isinstance(cls_or_name, str) else (cls_or_name,)
+        return Subject(name, classes, cls.options, patience_s=cls.patience_s)
 
     @pytest.fixture(scope="class")
     @classmethod
     def subject(cls, declared: Subject) -> Subject:
         """The transport, ready for use; skips what needs it where this machine cannot use it."""
-        transport = declared.transport()
-        verdict = transport.probe(parse_options(transport, dict(declared.options)))
-        if not verdict.ok:
-            pytest.skip(f"{declared.name!r} cannot be used here: {verdict.reason}")
-        devices = transport.capabilities.devices
-        device = next((kind for kind in ("cpu", "cuda") if kind in devices and _has(kind)), None)
-        if device is None:
-            pytest.skip(f"{declared.name!r} carries tensors of {sorted(devices)} only: none here")
-        return replace(declared, device=device)
+        return ready(declared)
 
     @pytest.fixture
     def run(self, subject: Subject, rank_pool: RankPool) -> Callable[..., Any]:
         """Run a driver on ranks, two if nothing else is said; gives what each returned."""
-
-        def run(driver: Callable[..., _T], *args: Any, ranks: int = 2, **how: Any) -> list[_T]:
-            played = replace(subject, **how)
-            if _capabilities(subject).same_process:
-                return run_threads(driver, ranks, played, *args)
-            return rank_pool.run(driver, ranks, played, *args)
-
-        return run
+        return runner(subject, rank_pool)
 
     # -- what it declares
 
@@ -326,6 +316,31 @@ class TransportConformance:
         check = LeakCheck("threads")
         run(drivers.closes_without_trace)
         check.verify()
+
+
+def ready(declared: Subject) -> Subject:
+    """Give a transport a device; skips the test where this machine cannot use it."""
+    transport = declared.transport()
+    verdict = transport.probe(parse_options(transport, dict(declared.options)))
+    if not verdict.ok:
+        pytest.skip(f"{declared.name!r} cannot be used here: {verdict.reason}")
+    devices = transport.capabilities.devices
+    device = next((kind for kind in ("cpu", "cuda") if kind in devices and _has(kind)), None)
+    if device is None:
+        pytest.skip(f"{declared.name!r} carries tensors of {sorted(devices)} only: none here")
+    return replace(declared, device=device)
+
+
+def runner(subject: Subject, rank_pool: RankPool) -> Callable[..., Any]:
+    """Make what runs a driver on ranks, on threads or processes as the transport has it."""
+
+    def run(driver: Callable[..., _T], *args: Any, ranks: int = 2, **how: Any) -> list[_T]:
+        played = replace(subject, **how)
+        if _capabilities(subject).same_process:
+            return run_threads(driver, ranks, played, *args)
+        return rank_pool.run(driver, ranks, played, *args)
+
+    return run
 
 
 def _has(kind: str) -> bool:

@@ -53,8 +53,9 @@ __all__ = [
     "unread_at_close",
 ]
 
-_SHORT_S = 4.0
-"""A deadline for what a sound transport does in milliseconds; the other rank's is longer."""
+
+_EXPLAINED_S = 0.6
+"""By then a transport's failure is the handler's: a peer's death would have explained it."""
 
 
 def _echo(session: Session, rank: int, tensors: Sequence[torch.Tensor], edge: str = "e0") -> None:
@@ -121,7 +122,7 @@ def numbers_arrived(
     It ends at the first that does not come in time, or with an error of the transport's.
     """
     arrived: list[int] = []
-    plan_of = partial(Subject.plan, window=8, deadline_s=_SHORT_S)
+    plan_of = partial(Subject.plan, window=8, deadline_s=subject.patience_s)
     with (
         suppress(StagelinkError),
         subject.join(rank, world_size, store, plan_of) as comm,
@@ -216,11 +217,11 @@ def sends_without_copy(
                     tensor.fill_(microbatch)
                     handle = session.send("e0", tensor, microbatch, copy=False)
                     try:
-                        handle.wait(_SHORT_S)
+                        handle.wait(subject.patience_s)
                     except DeadlineError as error:
                         raise AssertionError(
                             f"the handle of the send of message {microbatch} is lost: not done "
-                            f"after {_SHORT_S:g} s"
+                            f"after {subject.patience_s:g} s"
                         ) from error
                 else:
                     got = _some(session.recv("e0", microbatch))
@@ -333,17 +334,19 @@ def closes_with_a_queue(
 
     def wait() -> None:
         if queued.is_set() and "both" in how:
-            closing.wait([str(1 - rank)], timedelta(seconds=_SHORT_S))
+            closing.wait([str(1 - rank)], timedelta(seconds=subject.patience_s))
         elif queued.is_set():
-            parted.wait(_SHORT_S)
+            parted.wait(subject.patience_s)
 
     if "late" in how:
         subject = subject.wrapped(lambda transport: late(transport, wait))
     count = 2 * subject.transport().capabilities.in_flight + 4
-    plan_of = partial(Subject.plan, window=2 * count, deadline_s=_SHORT_S)
+    plan_of = partial(Subject.plan, window=2 * count, deadline_s=subject.patience_s)
     try:
         with subject.join(rank, world_size, store, plan_of) as comm:
             _queue(comm, subject, count, queued, both="both" in how)
+            if "late" in how:  # who has given up meanwhile is known for it half a second later
+                parted.wait(_EXPLAINED_S)
             closing.set(str(rank), "1")
             if rank == 0 and how == ("late",):
                 with suppress(PeerClosedError):
@@ -383,7 +386,7 @@ def leaves_with_sends_waiting(
 ) -> None:
     """Sends that wait for a place are delivered although their session, and the handler, ended."""
     count = 6
-    plan_of = partial(Subject.plan, deadline_s=_SHORT_S)
+    plan_of = partial(Subject.plan, deadline_s=subject.patience_s)
     with (
         subject.join(rank, world_size, store, plan_of) as comm,
         comm.evaluate(count) as session,  # its window has fewer places

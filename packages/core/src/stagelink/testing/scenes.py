@@ -22,7 +22,6 @@ from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError
 from stagelink.testing.ports import MutedPort
 from stagelink.testing.samples import difference, tensors_of_sizes
-from stagelink.testing.watch import SLACK_S
 from stagelink.transport.contract import Pending, Ready, Receiver, Sender
 from stagelink.transport.payload import payload_problem
 
@@ -79,7 +78,7 @@ def plays_scene(rank: int, world_size: int, store: Store, subject: Subject, name
         What the transport did wrong, `NOTHING_TO_WAIT_FOR`, or nothing.
     """
     scene = Scene[name]
-    stage = _Stage(scene, PrefixStore("scene", store), subject.device)
+    stage = _Stage(scene, PrefixStore("scene", store), subject)
     playing = subject.wrapped(lambda transport: _staged(transport, stage))
     sent = subject.on_device(_expected())
     try:
@@ -106,14 +105,15 @@ def _expected() -> torch.Tensor:
 class _Stage:
     """The scene on one rank."""
 
-    def __init__(self, scene: Scene, store: Store, device: str) -> None:
+    def __init__(self, scene: Scene, store: Store, subject: Subject) -> None:
         self.scene = scene
         self.verdict = ""
         self.played = False
         self.looked = False
         self._over = False
         self._store = store
-        self._device = device
+        self._device = subject.device
+        self._patience_s = subject.patience_s
 
     def tell(self, turn: str) -> None:
         self._store.set(turn, "1")
@@ -212,14 +212,14 @@ class _Stage:
             call.join(_DEADLINE_S)
             by_itself = not call.is_alive()
             self._abort(end, port)
-            call.join(SLACK_S)
+            call.join(self._patience_s)
         else:
-            call.join(deadline_s + SLACK_S)
+            call.join(deadline_s + self._patience_s)
         self._judge(call, deadline_s, by_itself=by_itself)
         self.looked = True
         if call.is_alive():
             self._abort(end, port)
-            call.join(SLACK_S)
+            call.join(self._patience_s)
         self.tell("seen")
         return call.value
 
@@ -232,9 +232,9 @@ class _Stage:
         which = "send" if self.scene.at_sender else "receive"
         if call.is_alive():
             late = (
-                f"still blocks {SLACK_S:g} s after its abort"
+                f"still blocks {self._patience_s:g} s after its abort"
                 if deadline_s == float("inf")
-                else f"ignores its deadline: it still blocks {SLACK_S:g} s after"
+                else f"ignores its deadline: it still blocks {self._patience_s:g} s after"
             )
             self.verdict = f"the finish of a {which} {late}"
         elif call.error is None:
@@ -248,12 +248,12 @@ class _Stage:
     def close(self, what: str, close: Callable[[Deadline], None], port: _StagePort | None) -> None:
         """Close an end, and look how long it takes."""
         if self.scene is not Scene.CLOSED:
-            close(Deadline(SLACK_S))
+            close(Deadline(self._patience_s))
             return
         call = _Call(lambda: close(Deadline(_DEADLINE_S)), port)
-        call.join(_DEADLINE_S + SLACK_S)
+        call.join(_DEADLINE_S + self._patience_s)
         if call.is_alive():
-            self.verdict = f"{what} still blocks {SLACK_S:g} s after its deadline"
+            self.verdict = f"{what} still blocks {self._patience_s:g} s after its deadline"
         elif call.error is not None:
             self.verdict = f"{what} raises {call.error!r}"
 

@@ -11,7 +11,7 @@ from stagelink.exchange.connect import connect
 from stagelink.plan import Plan
 from stagelink.plugins.plugins import Plugins
 from stagelink.testing.rendezvous import rendezvous
-from stagelink.testing.watch import Watch, watched
+from stagelink.testing.watch import PATIENCE_S, Watch, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +40,7 @@ class Subject:
         options: its table in the plan.
         device: kind of device of the tensors.
         rendezvous: whether its sends wait for the receiver, see `stagelink.testing.rendezvous`.
+        patience_s: seconds for what a sound transport does in milliseconds.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Subject:
     options: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     rendezvous: bool = False
+    patience_s: float = PATIENCE_S
 
     def plan(
         self, edges: int = 1, *, window: int | None = None, deadline_s: float = DEADLINE_S
@@ -129,7 +131,7 @@ class Subject:
         Raises:
             AssertionError: at the end, if the transport broke a rule of the contract.
         """
-        seen = watch or Watch()
+        seen = watch or Watch(self.patience_s)
         subject = self.wrapped(rendezvous) if self.rendezvous else self
         subject = subject.wrapped(lambda transport: watched(transport, seen))
         plan = plan_of(subject) if plan_of else subject.plan()
