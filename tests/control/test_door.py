@@ -47,7 +47,7 @@ class House:
         listener.bind(self.address)
         listener.listen(100)
         self.plane.listen(listener)
-        self.plane.start()
+        self.plane.reader.start()
         self._visitors = ExitStack()
 
     def _welcome(self, connection: Connection, frame: Frame) -> None:
@@ -164,7 +164,7 @@ def test_without_descriptors_nobody_is_accepted_for_a_while(
 
     with house.plane.lock:
         (listener,) = house.plane._door._listeners
-        house.plane.poller.remove(listener)
+        house.plane.reader.remove(listener)
         house.plane._door._listeners.clear()
         house.plane._door.open(Full(listener))  # type: ignore[arg-type]
     sock = house.visit(HELLO)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from stagelink.control.connection import Frame
 
-MODULES = tuple(f"stagelink.control.{name}" for name in ("plane", "turns", "poller", "connection"))
+MODULES = tuple(f"stagelink.control.{name}" for name in ("plane", "reader", "connection"))
 
 
 def _function(number: int, frame: FrameType | None) -> NoReturn:
@@ -185,8 +185,8 @@ def test_the_wait_raises_what_the_handler_raised(
             assert type(error) is raised, (place, error)
             waiting, _ = pairs[-1].planes
             assert lock_is_free(waiting.lock, within_s=20), place
-            assert waiting.turns._reader is None, place
-            if waiting.failure is not None and place.split(".")[0] in {"Turns", "Poller"}:
+            assert waiting.reader._reader is None, place
+            if waiting.failure is not None and place.split(".")[0] == "Reader":
                 text = pairs[-1].what_peer_hears()
                 assert text == f"rank 0 reports: rank 0 was stopped by {raised.__name__}: {place}"
                 failed += 1
@@ -211,7 +211,7 @@ def test_a_close_that_waits_raises_it_too_and_gives_everything_back() -> None:
     with ExitStack() as stack:
         stack.callback(end)
         for place, error in interrupted_everywhere(
-            call, "stagelink.control.turns", raised=DeadlineError
+            call, "stagelink.control.reader", raised=DeadlineError
         ):
             assert type(error) is DeadlineError, (place, error)
             closed, other = pairs[-1].planes

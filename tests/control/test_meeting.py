@@ -63,7 +63,7 @@ class Rank:
         greeting = {"name": f"rank {rank}"}
         self.meeting = Meeting(self.plane, self.rendezvous, greeting, judge, server, control)
         self.others = [other for other in range(world_size) if other != rank]
-        self.plane.start()
+        self.plane.reader.start()
 
     def meet(self, deadline_s: float = 20.0) -> dict[int, Greeting]:
         self.meeting.meet(self.others, Deadline(deadline_s))

@@ -61,7 +61,7 @@ class Line:
     def start(self, *, but: int | None = None) -> Line:
         for plane in self.planes:
             if plane.rank != but:
-                plane.start()
+                plane.reader.start()
         return self
 
     def say(self, rank: int, peer: int, note: bytes) -> None:
@@ -304,7 +304,7 @@ def test_a_failure_is_raised_as_a_new_object_each_time(line: Callable[[int], Lin
 def test_a_failure_ends_a_wait_in_another_thread(
     line: Callable[[int], Line], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagelink.control.turns._LOOK_S", 100.0)  # nobody looks by himself
+    monkeypatch.setattr("stagelink.control.reader._LOOK_S", 100.0)  # nobody looks by himself
     pair = line(2).start()
     caught: list[StagelinkError] = []
     waiter = threading.Thread(target=lambda: caught.append(pair.wait_failed(0)))

@@ -65,7 +65,7 @@ def _reduced(
                 join(planes[rank], planes[peer])
 
     def run(rank: int, world_size: int, store: Store) -> object:
-        planes[rank].start()
+        planes[rank].reader.start()
         try:
             return work(rank, reducers[rank])
         finally:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stagelink.control.connection import Connection
-    from stagelink.control.poller import Poller
+    from stagelink.control.reader import Reader
 
 __all__ = ["Door"]
 
@@ -45,7 +45,7 @@ class Door:
 
     Args:
         rank: this rank.
-        poller: where the listeners are watched.
+        reader: where the listeners are watched.
         adopt: makes a connection of a socket.
         drop: closes a connection of a stranger.
         lock: the plane's, held for everything here.
@@ -57,14 +57,14 @@ class Door:
     def __init__(
         self,
         rank: int,
-        poller: Poller,
+        reader: Reader,
         adopt: Callable[[socket.socket], Connection],
         drop: Callable[[Connection], None],
         lock: AbstractContextManager[Any],
     ) -> None:
         self.shortage = ""
         self._rank = rank
-        self._poller = poller
+        self._reader = reader
         self._adopt = adopt
         self._drop = drop
         self._lock = lock
@@ -81,7 +81,7 @@ class Door:
             self._watch(listener)
 
     def _watch(self, listener: socket.socket) -> None:
-        self._poller.add(listener, partial(self._on_listener, listener))
+        self._reader.add(listener, partial(self._on_listener, listener))
 
     def passed(self, connection: Connection) -> None:
         """A connection is a stranger's no more: it is known, or was closed."""
@@ -114,7 +114,7 @@ class Door:
     def _set_alarm(self) -> None:
         oldest_s = next(iter(self._strangers.values()), math.inf)
         due_s = oldest_s + self._patience_s
-        self._poller.call_at(min(due_s, self._resume_s) if self._paused_short else due_s)
+        self._reader.call_at(min(due_s, self._resume_s) if self._paused_short else due_s)
 
     @property
     def _paused_short(self) -> bool:
@@ -150,14 +150,14 @@ class Door:
         self._resume_s = time.monotonic() + _SHORT_S if shortage else -math.inf
         self._paused = True
         for listener in self._listeners:
-            self._poller.remove(listener)
+            self._reader.remove(listener)
         self._set_alarm()
 
     def close(self) -> None:
         """Accept nobody any more, and send away who is still a stranger."""
         for listener in self._listeners:
             if not self._paused:
-                self._poller.remove(listener)
+                self._reader.remove(listener)
             listener.close()
         self._listeners.clear()
         strangers, self._strangers = [*self._strangers], {}

@@ -152,8 +152,8 @@ def wait_for_ranks(
             late = sorted(absent())
         # These steps are too short for the wait itself to come to it: one of those that this
         # rank waits for may have failed, and have no connection by which to say so.
-        if plane.turns.on_long_wait is not None:
-            plane.turns.on_long_wait()
+        if plane.reader.on_long_wait is not None:
+            plane.reader.on_long_wait()
         if deadline.passed:
             raise rendezvous.late(step, late, deadline)
         if late != told:

@@ -11,7 +11,6 @@ import _thread
 import errno
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,8 +21,8 @@ from stagelink.control.connection import Connection, Frame, close_all
 from stagelink.control.door import Door
 from stagelink.control.failure import Failure
 from stagelink.control.fields import decode, encode
-from stagelink.control.poller import Poller, readable, writable
-from stagelink.control.turns import Turns
+from stagelink.control.reader import Reader
+from stagelink.control.watches import readable, writable
 from stagelink.deadline import Deadline
 from stagelink.errors import (
     AbortedError,
@@ -76,7 +75,7 @@ class Plane:
             take what is on its way to them.
         ended: those of them whose connection has ended, so that nothing reaches them any more.
         farewell: how this rank leaves, told with its goodbye.
-        poller: what is read from.
+        reader: reads what comes.
         chain: who waits for whom.
     """
 
@@ -85,7 +84,6 @@ class Plane:
         self.gone: dict[int, str] = {}
         self.ended: set[int] = set()
         self.farewell = "closed"
-        self.poller = Poller()
         self._failure = Failure()
         self._connections: dict[int, Connection] = {}
         self._strangers: set[Connection] = set()
@@ -107,15 +105,11 @@ class Plane:
         self._closed = False
         self._process = os.getpid()
         self._forked = False
-        poller = self.poller
-        name = f"stagelink-reader-{rank}"
-        self.turns = Turns(
-            self._read_turn, poller.watch, poller.wake, lambda: poller.dispatching, name
-        )
-        self.lock = self.turns.lock
-        self.changed = self.turns.changed
-        self._door = Door(rank, poller, self.adopt, self.drop, self.lock)
-        poller.on_due = self._look_at_door
+        self.reader = Reader(f"stagelink-reader-{rank}", self._fail_reading)
+        self.lock = self.reader.lock
+        self.changed = self.reader.changed
+        self._door = Door(rank, self.reader, self.adopt, self.drop, self.lock)
+        self.reader.on_alarm = self._look_at_door
         _planes.add(self)
 
     # -- for the upper layers
@@ -163,10 +157,6 @@ class Plane:
         """Ask ``busy(peer)``, whether something is still on its way there, before a goodbye."""
         self._busy.append(busy)
 
-    def start(self) -> None:
-        """Start the stand-by reader."""
-        self.turns.start()
-
     def listen(self, listener: socket.socket) -> None:
         """Accept connections on a listening socket, owned from now on."""
         with self.lock:
@@ -198,7 +188,7 @@ class Plane:
             self._strangers.add(connection)
         if known is not None:
             known(connection)
-        self.poller.add(sock, partial(self._on_connection, connection))
+        self.reader.add(sock, partial(self._on_connection, connection))
         return connection
 
     def greet(self, connection: Connection, hello: bytes) -> None:
@@ -221,7 +211,7 @@ class Plane:
         """Close a connection and forget it."""
         with self.lock:
             self._strangers.discard(connection)
-            self.poller.remove(connection.sock)
+            self.reader.remove(connection.sock)
             connection.close()
             self._door.passed(connection)
 
@@ -275,7 +265,7 @@ class Plane:
     ) -> bool:
         check()  # before the lock: in a forked child nobody may ever release it
         try:
-            return self.turns.wait(ready, deadline, check)
+            return self.reader.wait(ready, deadline, check)
         except BaseException as error:
             self.interrupted(error)
             raise
@@ -372,16 +362,10 @@ class Plane:
 
     # -- reading
 
-    def _read_turn(self, timeout_s: float) -> None:
-        try:
-            self.poller.run(timeout_s)
-        except BaseException as error:
-            if stops_caller(error):
-                self.interrupted(error)
-                raise
-            self._fail_reading(error)
-
     def _fail_reading(self, error: BaseException) -> None:
+        if stops_caller(error):
+            self.interrupted(error)
+            raise error
         if isinstance(error, TransportError):
             self._blame_elsewhere(error)
         elif isinstance(error, StagelinkError):
@@ -393,10 +377,10 @@ class Plane:
 
     def _on_blocked(self, connection: Connection) -> None:
         with self.lock:
-            self.poller.watch_writes(connection.sock, wanted=True)
+            self.reader.watch_writes(connection.sock, wanted=True)
 
     def _on_handed(self, connection: Connection) -> None:
-        self.poller.call(partial(self._on_connection, connection, 0))
+        self.reader.call(partial(self._on_connection, connection, 0))
 
     def _on_connection(self, connection: Connection, mask: int) -> None:
         if writable(mask):
@@ -426,7 +410,7 @@ class Plane:
         with self.lock:
             # Not if more has been queued meanwhile: that was watched for before this.
             if connection.flushed:
-                self.poller.watch_writes(connection.sock, wanted=False)
+                self.reader.watch_writes(connection.sock, wanted=False)
         self.changed()
 
     def _dispatch(self, connection: Connection, frame: Frame) -> None:
@@ -552,8 +536,8 @@ class Plane:
         def explained() -> bool:
             return self.failure is not None or peer in self.ended
 
-        if not self.turns.reads_here:
-            self.turns.wait(explained, Deadline(_EXPLAIN_S))
+        if not self.reader.reads_here:
+            self.reader.wait(explained, Deadline(_EXPLAIN_S))
         if peer is not None and peer in self.ended and self.failure is None:
             raise PeerClosedError(
                 f"rank {self.rank}: peer rank {peer} {self.gone[peer]}: {error}"
@@ -574,7 +558,7 @@ class Plane:
             self.interrupted(error)
             raise error
         self.blame(error, peer)
-        if not self.turns.reads_here:
+        if not self.reader.reads_here:
             self.check()
         raise error
 
@@ -607,7 +591,7 @@ class Plane:
             self._take_leave(connections, deadline)
         finally:
             try:
-                self.turns.stop(Deadline(_STOP_S))  # longer only if a plugin's call does not end
+                self.reader.stop(Deadline(_STOP_S))  # longer only if a plugin's call does not end
             finally:
                 self._release()
 
@@ -618,10 +602,10 @@ class Plane:
         for connection in connections:
             connection.finish_writes()
         if self.failure is None:
-            self.turns.wait(lambda: all(c.ended for c in connections), deadline)
+            self.reader.wait(lambda: all(c.ended for c in connections), deadline)
         else:
             patience = Deadline(min(_ABORT_FLUSH_S, deadline.remaining_s))
-            self.turns.wait(lambda: all(c.flushed or c.ended for c in connections), patience)
+            self.reader.wait(lambda: all(c.flushed or c.ended for c in connections), patience)
 
     def _release(self) -> None:
         with self.lock:
@@ -629,18 +613,18 @@ class Plane:
             for connection in (*self._connections.values(), *self._strangers):
                 connection.close()
             self._door.close()
-            self.poller.close()
+            self.reader.close()
             _planes.discard(self)
 
     def _after_fork(self) -> None:
         # The child must not keep the parent's connections open, nor speak on them.
         self._forked = True
         self._usable = False
-        self.turns.lock = self.lock = threading.RLock()
+        self.reader.forget()
+        self.lock = self.reader.lock
         for connection in (*self._connections.values(), *self._strangers):
             connection.forget()
         self._door.forget()
-        self.poller.close()
 
 
 def _expect_nobody(proof: bytes) -> None:

@@ -309,7 +309,7 @@ class Handler:
 
         The action returns at once and never raises.
         """
-        self._plane.poller.call(action)
+        self._plane.reader.call(action)
 
     @checked(error=instance(BaseException, "an exception"))
     def abort(self, error: BaseException) -> None:

@@ -134,7 +134,7 @@ class Outgoing:
         self, way: WayOut, key: Key, job: SendJob, *, copy: bool, deadline: Deadline | None
     ) -> bool:
         self._plane.check()
-        self._plane.turns.touch()
+        self._plane.reader.touch()
         if self._trace is not None:
             job.header = job.header._replace(trace=self._trace(way.link.link, job.header))
         window = way.window

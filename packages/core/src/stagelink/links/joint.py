@@ -78,7 +78,7 @@ class Joint:
         self._told: list[Link] = []
         self._neighbours = neighbours(plan)
         self.plane = Plane(rank)
-        self.plane.poller.spin_s = plan.control.spin_us * 1e-6
+        self.plane.reader.spin_s = plan.control.spin_us * 1e-6
         self._watch = AbortWatch(self.plane, rendezvous)
 
     def wire(self, ways: Ways) -> None:
@@ -108,7 +108,7 @@ class Joint:
             me.server,
             self.plan.control,
         )
-        self.plane.start()
+        self.plane.reader.start()
         meeting.meet(self._neighbours[self.rank], deadline)
         ends = {peer: End.from_json(said["end"]) for peer, said in meeting.greetings.items()}
         ends[self.rank] = me

@@ -137,7 +137,7 @@ class _Port:
         self._wiring.plane.changed()
 
     def call(self, action: Callable[[], None]) -> None:
-        self._wiring.plane.poller.call(action)
+        self._wiring.plane.reader.call(action)
 
     def store(self) -> Store:
         low, high = sorted((self.link.source, self.link.target))

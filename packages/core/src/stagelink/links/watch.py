@@ -38,7 +38,7 @@ class AbortWatch:
         self._telling: threading.Event | None = None
         self._last_look = 0.0
         plane.on_failure(self._on_failure)
-        plane.turns.on_long_wait = self.look
+        plane.reader.on_long_wait = self.look
 
     def look(self) -> None:
         """Have the abort key looked at, at most once a second; returns at once."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
+import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from stagelink.control.turns import Turns, _Bell
+from stagelink.control.reader import Reader, _Bell, _Phase
+from stagelink.control.watches import readable
 from stagelink.deadline import Deadline
 from tests.support.interrupts import Interrupted, interrupted_everywhere, lock_is_free
 
@@ -19,43 +21,56 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
 class Source:
-    """Something to read: numbers in a pipe, added to `got` by whoever reads."""
+    """Something to read: numbers in a socket, added to `got` by whoever reads."""
 
     def __init__(self) -> None:
-        self._out, self._in = os.pipe()
+        self._out, self._in = socket.socketpair()
         self.got: list[int] = []
         self.readers: list[str] = []
-        self.dispatching = False
         self.reading = threading.Event()
+        self.watched = threading.Event()
         self._has_read = threading.Condition()
         self._at_once = threading.Lock()
-        self.watched = threading.Event()
-        self.turns = Turns(
-            self.read, self.watch_pipe, self.poke, lambda: self.dispatching, "stand-by"
-        )
+        self.reader = Reader("stand-by", _raise)
+        self.reader.add(self._out, self._read)
+        self._poll, self._dispatch = self.reader._poll, self.reader._dispatch
+        self._wait_for_input = self.reader._wait_for_input
+        for name in ("poll", "dispatch", "wait_for_input"):
+            setattr(self.reader, f"_{name}", getattr(self, f"_watched_{name}"))
 
     def put(self, number: int) -> None:
-        os.write(self._in, bytes([number]))
+        self._in.send(bytes([number]))
 
-    def poke(self) -> None:
-        os.write(self._in, b"\0")
-
-    def watch_pipe(self) -> None:
+    def _watched_wait_for_input(self) -> None:
         self.watched.set()
-        select.select([self._out], [], [])
+        self._wait_for_input()
 
-    def read(self, timeout: float) -> None:
+    def _watched_poll(self, timeout_s: float) -> list[tuple[int, int]]:
         assert self._at_once.acquire(blocking=False), "two read at once"
         try:
             self.readers.append(threading.current_thread().name)
             self.reading.set()
-            if select.select([self._out], [], [], timeout)[0]:
-                self.got += [number for number in os.read(self._out, 100) if number]
+            return self._poll(timeout_s)
+        finally:
+            self._at_once.release()
+
+    def _watched_dispatch(self, events: list[tuple[int, int]]) -> None:
+        assert self._at_once.acquire(blocking=False), "two read at once"
+        try:
+            self._dispatch(events)
         finally:
             self._at_once.release()
             with self._has_read:
                 self._has_read.notify_all()
+
+    def _read(self, mask: int) -> None:
+        assert readable(mask)
+        self.got += self._out.recv(100)
 
     def watch(self, condition: Callable[[], bool]) -> None:
         """Block until it holds after some turn; takes no part in reading."""
@@ -63,12 +78,13 @@ class Source:
             assert self._has_read.wait_for(condition, 20)
 
     def wait_for(self, number: int, deadline_s: float = 20.0) -> bool:
-        return self.turns.wait(lambda: number in self.got, Deadline(deadline_s))
+        return self.reader.wait(lambda: number in self.got, Deadline(deadline_s))
 
     def close(self) -> None:
-        self.turns.stop(Deadline(20))
-        os.close(self._out)
-        os.close(self._in)
+        self.reader.stop(Deadline(20))
+        self.reader.close()
+        self._out.close()
+        self._in.close()
 
 
 @pytest.fixture
@@ -79,7 +95,7 @@ def source() -> Iterator[Source]:
 
 
 def _started(source: Source) -> Source:
-    source.turns.start()
+    source.reader.start()
     return source
 
 
@@ -96,7 +112,7 @@ def test_a_caller_reads_for_itself(source: Source) -> None:
 
 
 def test_what_is_true_already_is_not_read_for(source: Source) -> None:
-    assert source.turns.wait(lambda: True, Deadline(0))
+    assert source.reader.wait(lambda: True, Deadline(0))
     assert source.readers == []
 
 
@@ -149,17 +165,17 @@ def test_callers_and_stand_by_in_any_order_lose_nothing(source: Source) -> None:
 def test_a_change_that_is_not_read_wakes_the_reader_and_the_others(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagelink.control.turns._LOOK_S", 100.0)  # nobody looks by himself
+    monkeypatch.setattr("stagelink.control.reader._LOOK_S", 100.0)  # nobody looks by himself
     happened: list[int] = []
     threads = [
-        threading.Thread(target=source.turns.wait, args=(lambda: bool(happened), Deadline(100)))
+        threading.Thread(target=source.reader.wait, args=(lambda: bool(happened), Deadline(100)))
         for _ in range(3)
     ]
     for thread in threads:
         thread.start()
     assert source.reading.wait(20)
     happened.append(1)
-    source.turns.changed()
+    source.reader.changed()
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
@@ -206,16 +222,16 @@ def test_an_exception_of_the_condition_ends_only_that_wait(source: Source) -> No
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        source.turns.wait(broken, Deadline(20))
+        source.reader.wait(broken, Deadline(20))
     source.put(1)
     assert source.wait_for(1)
 
 
 def test_a_long_wait_is_told_of(source: Source) -> None:
     looked: list[tuple[float, bool]] = []
-    lock = source.turns.lock
+    lock = source.reader.lock
     # Again and again: the stand-by may have it for a moment.
-    source.turns.on_long_wait = lambda: looked.append(
+    source.reader.on_long_wait = lambda: looked.append(
         (time.monotonic(), any(lock_is_free(lock) for _ in range(100)))
     )
     began = time.monotonic()
@@ -228,23 +244,25 @@ def test_a_long_wait_is_told_of(source: Source) -> None:
 def test_stopping_ends_the_stand_by(source: Source) -> None:
     _started(source)
     assert source.watched.wait(20)
-    source.turns.stop(Deadline(20))
+    source.reader.stop(Deadline(20))
     assert "stand-by" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_stopping_ends_a_stand_by_whose_poke_another_reader_swallowed(source: Source) -> None:
-    pokes: list[int] = []
-    poke = source.poke
+def test_stopping_ends_a_stand_by_whose_wake_up_another_reader_swallowed(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wakes: list[int] = []
+    wake = source.reader.wake
 
     def swallow_first() -> None:
-        pokes.append(1)
-        if len(pokes) > 1:
-            poke()
+        wakes.append(1)
+        if len(wakes) > 1:
+            wake()
 
-    source.turns._poke = swallow_first
+    monkeypatch.setattr(source.reader, "wake", swallow_first)
     _started(source)
     assert source.watched.wait(20)
-    source.turns.stop(Deadline(20))
+    source.reader.stop(Deadline(20))
     assert "stand-by" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -256,8 +274,8 @@ def test_the_stand_by_reads_for_one_that_calls_all_the_time_and_never_waits(
     for number in range(1, 4):
         source.put(number)
         while number not in source.got and time.monotonic() < until:
-            source.turns.touch()
-            source.turns.wait(lambda: True, Deadline(0))
+            source.reader.touch()
+            source.reader.wait(lambda: True, Deadline(0))
             time.sleep(0.0005)
     assert source.got == [1, 2, 3]
 
@@ -265,13 +283,13 @@ def test_the_stand_by_reads_for_one_that_calls_all_the_time_and_never_waits(
 def test_a_change_out_of_a_signal_handler_is_seen_at_once(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagelink.control.turns._LOOK_S", 100.0)  # nobody looks by himself
+    monkeypatch.setattr("stagelink.control.reader._LOOK_S", 100.0)  # nobody looks by himself
     happened: list[int] = []
     seen = threading.Event()
 
     def handler(number: int, frame: object) -> None:
         happened.append(number)
-        source.turns.changed()
+        source.reader.changed()
 
     def send() -> None:
         assert source.reading.wait(20)
@@ -285,7 +303,7 @@ def test_a_change_out_of_a_signal_handler_is_seen_at_once(
     try:
         sender.start()
         began = time.monotonic()
-        assert source.turns.wait(lambda: bool(happened), Deadline(30))
+        assert source.reader.wait(lambda: bool(happened), Deadline(30))
         assert time.monotonic() - began < 20
     finally:
         seen.set()
@@ -293,10 +311,10 @@ def test_a_change_out_of_a_signal_handler_is_seen_at_once(
         signal.signal(signal.SIGUSR1, before)
 
 
-def _roles_are_free(turns: Turns, place: str) -> None:
-    assert lock_is_free(turns.lock), place
-    assert turns._reader is None, place
-    assert not turns._waiting, place
+def _roles_are_free(reader: Reader, place: str) -> None:
+    assert lock_is_free(reader.lock), place
+    assert reader._reader is None, place
+    assert not reader._waiting, place
 
 
 def test_a_caller_that_reads_may_be_interrupted_anywhere(source: Source) -> None:
@@ -306,9 +324,9 @@ def test_a_caller_that_reads_may_be_interrupted_anywhere(source: Source) -> None
         assert source.wait_for(1)
 
     places = 0
-    for place, error in interrupted_everywhere(call, "stagelink.control.turns"):
+    for place, error in interrupted_everywhere(call, "stagelink.control.reader"):
         assert isinstance(error, Interrupted), (place, error)
-        _roles_are_free(source.turns, place)
+        _roles_are_free(source.reader, place)
         places += 1
     assert places > 20
     call()
@@ -317,30 +335,30 @@ def test_a_caller_that_reads_may_be_interrupted_anywhere(source: Source) -> None
 def test_a_caller_that_sleeps_may_be_interrupted_anywhere(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagelink.control.turns._LOOK_S", 0.001)  # so that it goes round
+    monkeypatch.setattr("stagelink.control.reader._LOOK_S", 0.001)  # so that it goes round
     another = _Bell()
-    turns = source.turns
+    reader = source.reader
 
     def call() -> None:
-        turns._reader = another
+        reader._reader = another
         try:
             assert not source.wait_for(1, deadline_s=0.01)
         finally:
-            assert turns._reader is another
-            turns._reader = None
+            assert reader._reader is another
+            reader._reader = None
 
-    for place, error in interrupted_everywhere(call, "stagelink.control.turns"):
+    for place, error in interrupted_everywhere(call, "stagelink.control.reader"):
         assert isinstance(error, Interrupted), (place, error)
-        _roles_are_free(turns, place)
+        _roles_are_free(reader, place)
     call()
 
 
 def test_a_change_may_be_interrupted_anywhere(source: Source) -> None:
     thread = _in_thread(source, 1)
     assert source.reading.wait(20)
-    for place, error in interrupted_everywhere(source.turns.changed, "stagelink.control.turns"):
+    for place, error in interrupted_everywhere(source.reader.changed, "stagelink.control.reader"):
         assert isinstance(error, Interrupted), (place, error)
-        assert lock_is_free(source.turns.lock, within_s=20), place
+        assert lock_is_free(source.reader.lock, within_s=20), place
     source.put(1)
     thread.join(20)
     assert not thread.is_alive()
@@ -349,17 +367,156 @@ def test_a_change_may_be_interrupted_anywhere(source: Source) -> None:
 def test_the_stand_by_comes_in_after_an_interrupt_anywhere(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagelink.control.turns._LOOK_S", 0.05)
+    monkeypatch.setattr("stagelink.control.reader._LOOK_S", 0.05)
     _started(source)
 
     def call() -> None:
         assert not source.wait_for(1, deadline_s=0.003)
 
     for number, (place, error) in enumerate(
-        interrupted_everywhere(call, "stagelink.control.turns")
+        interrupted_everywhere(call, "stagelink.control.reader")
     ):
         assert isinstance(error, Interrupted), (place, error)
         if number % 8 == 0:
             source.put(2)
             source.watch(lambda: 2 in source.got)
             source.got.clear()
+
+
+# -- turns
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    with closing(Reader("stand-by", _raise)) as reader:
+        yield reader
+
+
+def _run(reader: Reader, timeout_s: float) -> None:
+    reader._turn(_Bell(), timeout_s)
+
+
+@pytest.mark.parametrize("method", ["turn", "watch"])
+def test_a_call_wakes_who_waits(reader: Reader, method: str) -> None:
+    blocks: dict[str, Callable[[], None]] = {
+        "turn": lambda: _run(reader, 20.0),
+        "watch": reader._wait_for_input,
+    }
+    waiting = threading.Thread(target=blocks[method])
+    waiting.start()
+    while _Phase.BLOCKED not in {reader._phase, reader._standby_phase}:
+        pass
+    called: list[int] = []
+    reader.call(lambda: called.append(1))
+    waiting.join(10)
+    assert not waiting.is_alive()
+    _run(reader, 0.0)
+    assert called == [1]
+
+
+def test_calls_come_in_order_and_those_they_lead_to_in_the_next_run(reader: Reader) -> None:
+    called: list[str] = []
+
+    def first() -> None:
+        called.append("first")
+        reader.call(lambda: called.append("third"))
+
+    reader.call(first)
+    reader.call(lambda: called.append("second"))
+    _run(reader, 20.0)
+    assert called == ["first", "second"]
+    _run(reader, 20.0)
+    assert called == ["first", "second", "third"]
+
+
+def test_sockets_have_their_turn_after_calls(reader: Reader) -> None:
+    mine, theirs = socket.socketpair()
+    ready: list[int] = []
+    with closing(mine), closing(theirs):
+        reader.add(mine, ready.append)
+        theirs.send(b"x")
+        reader.call(lambda: None)
+        _run(reader, 20.0)
+        _run(reader, 20.0)
+    assert len(ready) == 1
+
+
+class Epoll:
+    """Counts looks; something is ready at the look of that number."""
+
+    def __init__(self, at_look: int) -> None:
+        self.at_look = at_look
+        self.looks = 0
+        self.blocked = 0
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        self.looks += 1
+        self.blocked += timeout_s > 0
+        return [(-1, 0)] if self.looks >= self.at_look or timeout_s else []
+
+
+def _wait(reader: Reader, at_look: int, monkeypatch: pytest.MonkeyPatch) -> Epoll:
+    epoll = Epoll(at_look)
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "_epoll", epoll)
+        _run(reader, 20.0)
+    return epoll
+
+
+def _wait_shortly_thrice(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        _wait(reader, 1, monkeypatch)
+
+
+def test_a_wait_spins_after_three_short_ones(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.spin_s = 10.0
+    blocked = [_wait(reader, 5, monkeypatch).blocked for _ in range(5)]
+    assert blocked == [1, 1, 1, 0, 0]
+
+
+def test_a_spin_that_met_nothing_is_not_tried_again_at_once(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.spin_s = 10.0
+    _wait_shortly_thrice(reader, monkeypatch)
+    reader.spin_s = 1e-9
+    assert _wait(reader, 10**9, monkeypatch).blocked == 1  # spun in vain
+    reader.spin_s = 10.0
+    assert [_wait(reader, 5, monkeypatch).blocked for _ in range(4)] == [1, 1, 1, 0]
+
+
+def test_without_a_spin_every_wait_blocks(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [_wait(reader, 5, monkeypatch).blocked for _ in range(5)] == [1] * 5
+
+
+def test_a_look_without_a_wait_is_no_short_wait(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.spin_s = 10.0
+    for _ in range(5):
+        _run(reader, 0.0)
+    assert _wait(reader, 5, monkeypatch).blocked == 1
+
+
+def test_a_spin_takes_no_longer_than_the_wait(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.spin_s = 30.0
+    _wait_shortly_thrice(reader, monkeypatch)
+    began = time.monotonic()
+    _run(reader, 0.01)
+    assert time.monotonic() - began < 10
+
+
+def test_a_call_ends_a_spin(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.spin_s = 10.0
+    _wait_shortly_thrice(reader, monkeypatch)
+    called: list[int] = []
+    spinning = threading.Thread(target=_run, args=(reader, 20.0))
+    spinning.start()
+    reader.call(lambda: called.append(1))
+    spinning.join(5)
+    assert not spinning.is_alive()
+    assert called == [1]

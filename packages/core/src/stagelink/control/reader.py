@@ -1,0 +1,400 @@
+"""The reader of a rank, by leader/followers: one thread at a time reads, and it reads for all.
+
+A caller that waits for something takes the role, so what it waits for reaches it without a change
+of threads; the others sleep until something has changed. While no caller waits, a stand-by thread
+watches, without the role, and takes a turn when something has come; it watches only when nobody
+has called for a moment, so callers that wait often are not disturbed by it.
+
+A signal handler may raise between any two steps of the main thread's, after a call has returned
+as well as within it. So nothing here is let go by hand and taken again, no `threading.Condition`
+is used, whose ``wait`` does just that, and what must be undone is undone by single assignments and
+single calls into C, between which no handler runs.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from stagelink.control.watches import Action, Watch, Watches, event_mask
+from stagelink.transport.interrupts import stops_caller
+
+if TYPE_CHECKING:
+    from stagelink.deadline import Deadline
+
+__all__ = ["Reader"]
+
+_GRACE_S = 0.001
+"""How long after the last call the stand-by comes in."""
+
+_UNREAD_S = 0.002
+"""How long after the last turn it comes in where calls keep coming and none of them reads."""
+
+_LOOK_S = 1.0
+"""How often those who sleep look by themselves, should a signal have swallowed a wake-up."""
+
+_LONG_S = 2.0
+_WAKE_AGAIN_S = 0.1
+_SHORT_WAITS = 3
+"""So many waits in a row that were shorter than a spin, and the next one spins."""
+
+
+class _Phase(enum.Enum):
+    """What a thread does that reads, or watches."""
+
+    AWAY = enum.auto()
+    BLOCKED = enum.auto()
+    DISPATCHING = enum.auto()
+    PARKED = enum.auto()
+
+
+class _Bell:
+    """One thread's wake-up call, which is kept for it while it is not asleep.
+
+    Attributes:
+        thread: whose it is.
+    """
+
+    __slots__ = ("_rung", "thread")
+
+    def __init__(self, thread: int = 0) -> None:
+        self.thread = thread
+        self._rung = threading.Lock()
+        self._rung.acquire(blocking=False)
+
+    def ring(self) -> None:
+        """Wake its thread, or have its next `sleep` return at once; from any thread."""
+        try:
+            self._rung.release()
+        except RuntimeError as error:  # it has been rung, and not heard yet
+            if stops_caller(error):
+                raise
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Block until it is rung; False when time ran out. Signals interrupt it."""
+        return self._rung.acquire(timeout=timeout_s)
+
+    def heard(self) -> bool:
+        """Whether it was rung since this, or `sleep`, was last called; never blocks."""
+        return self._rung.acquire(blocking=False)
+
+
+def _ring(bells: set[_Bell], reader: _Bell | None) -> None:
+    """Wake everybody but the one who reads."""
+    for bell in tuple(bells):
+        if bell is not reader:
+            bell.ring()
+
+
+class Reader:
+    """Reads what comes for one rank, on whichever thread waits, and wakes the others.
+
+    On Linux's epoll itself: a layer above it costs as much again for every message.
+
+    Args:
+        name: of the stand-by thread.
+        on_error: called on the reading thread with what went wrong in a turn; may raise it.
+
+    Attributes:
+        lock: guards everything that a ``ready`` looks at.
+        on_long_wait: called about once a second in long waits, without the lock, by each.
+        on_alarm: called in the turn after the moment that `call_at` was given.
+        spin_s: seconds that a turn may poll before it blocks; how long is its own affair.
+    """
+
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+        self.lock = threading.RLock()
+        self.on_long_wait: Callable[[], None] | None = None
+        self.on_alarm: Callable[[], None] | None = None
+        self.spin_s = 0.0
+        self._on_error = on_error
+        self._reader: _Bell | None = None
+        self._phase = _Phase.AWAY
+        self._waiting: set[_Bell] = set()
+        self._last_call = self._last_turn = 0.0
+        self._short_waits = 0
+        self._alarm_s = math.inf
+        self._ready: dict[int, Callable[[int], None]] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._epoll = select.epoll()
+        self._watches = Watches(self._epoll, self._ready)
+        self._watcher = select.poll()
+        self._watcher.register(self._epoll.fileno(), select.POLLIN)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self.add(self._wake_in, self._on_wake)
+        self._standby = threading.Thread(target=self._stand_by, name=name, daemon=True)
+        self._standby_phase = _Phase.AWAY
+        self._idle = _Bell()
+        self._stopped = False
+
+    # -- what is read
+
+    def add(self, sock: socket.socket, ready: Callable[[int], None]) -> None:
+        """Call ``ready(mask)`` whenever the socket can be read, or written if that is watched."""
+        self._ready[sock.fileno()] = ready
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def watch_writes(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Whether to call also when the socket can be written; in force at once."""
+        if sock.fileno() >= 0:
+            self._epoll.modify(sock.fileno(), event_mask(writes=wanted))
+
+    def remove(self, sock: socket.socket) -> None:
+        """Forget a socket; silent when that was done already, or it is closed."""
+        if sock.fileno() >= 0 and self._ready.pop(sock.fileno(), None) is not None:
+            self._epoll.unregister(sock.fileno())
+
+    def watch(
+        self,
+        fd: int,
+        action: Action,
+        on_error: Callable[[BaseException], None],
+        *,
+        writable: bool = False,
+    ) -> Watch:
+        """Have somebody else's descriptor watched, until `unwatch`; from any thread.
+
+        Args:
+            fd: the descriptor. It may be watched more than once.
+            action: called in the next turn, and whenever the descriptor can be read; once,
+                however many watch with the same action. It returns whether it is to be called
+                in the next turn too, whatever the descriptor says.
+            on_error: given what the action raised, which ends the watch.
+            writable: call also when the descriptor can be written.
+
+        Raises:
+            OSError: it is no descriptor that can be watched.
+        """
+        watch = Watch(fd, action, on_error, writable)
+        self._watches.begin(watch)
+        self._wake_blocked()
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """End a watch, once or more often. From any thread, without a lock its action takes.
+
+        When it returns no call of the action for this watch runs on another thread, or begins.
+        """
+        self._watches.end(watch)
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Call ``action()`` in the next turn; from any thread, a finalizer too: takes no lock."""
+        self._calls.append(action)
+        self._wake_blocked()
+
+    def call_at(self, moment_s: float) -> None:
+        """Call `on_alarm` once at that moment of the monotonic clock, and at no other."""
+        sooner, self._alarm_s = moment_s < self._alarm_s, moment_s
+        if sooner:
+            self._wake_blocked()
+
+    # -- who reads
+
+    def start(self) -> None:
+        """Start the stand-by thread."""
+        self._standby.start()
+
+    def stop(self, deadline: Deadline) -> None:
+        """End the stand-by thread and wait for it; callers that still wait go on by themselves."""
+        self._stopped = True
+        self._idle.ring()
+        if threading.current_thread() is self._standby:
+            return
+        # Again and again: a caller that still reads may swallow a wake-up.
+        while self._standby.is_alive() and not deadline.passed:
+            self.wake()
+            self._standby.join(min(_WAKE_AGAIN_S, deadline.remaining_s))
+
+    def touch(self) -> None:
+        """Record caller activity, so that the stand-by stays away for a moment."""
+        self._last_call = time.monotonic()
+
+    def changed(self) -> None:
+        """Have every waiting caller look again; from any thread, returns at once."""
+        with self.lock:
+            reader = self._reader
+            _ring(self._waiting, reader)
+            # Who is dispatching looks again by itself. The same thread in a signal handler, which
+            # interrupted its wait, goes on waiting.
+            dispatches_here = self.reads_here and self._phase is _Phase.DISPATCHING
+            if reader in self._waiting and not dispatches_here:
+                self.wake()
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        deadline: Deadline,
+        check: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Block until ``ready()``, asked with the lock held, is true; False when time ran out.
+
+        Signals interrupt it. An exception out of reading, ``ready`` or ``check`` ends it; the
+        latter is called before each ``ready``.
+        """
+        me: _Bell | None = None
+        try:
+            with self.lock:
+                self._last_call = began = time.monotonic()
+                check()
+                if ready():
+                    return True
+                me = _Bell(threading.get_ident())
+                # From now on a change rings: none is missed between two looks.
+                self._waiting.add(me)
+            long_from = began + _LONG_S
+            while (left_s := deadline.remaining_s) > 0:
+                if self._reader is None:
+                    self._turn(me, min(left_s, _LOOK_S))
+                else:
+                    me.sleep(min(left_s, _LOOK_S))
+                with self.lock:
+                    check()
+                    if ready():
+                        return True
+                if self.on_long_wait is not None and time.monotonic() > long_from:
+                    self.on_long_wait()
+            return False
+        finally:
+            if me is not None:
+                self._waiting.discard(me)
+                if self._standby_phase is _Phase.PARKED and not self._waiting:
+                    self._idle.ring()
+
+    @property
+    def reads_here(self) -> bool:
+        """Whether this thread has the role, and is dispatching what it read."""
+        reader = self._reader
+        return reader is not None and reader.thread == threading.get_ident()
+
+    def _turn(self, me: _Bell, timeout_s: float) -> None:
+        """Take the role if it is free and nothing has changed meanwhile; read once; wake all."""
+        try:
+            with self.lock:
+                if self._reader is None and not me.heard():
+                    self._reader = me
+            if self._reader is me:
+                self._dispatch(self._poll(timeout_s))
+        except BaseException as error:
+            self._on_error(error)
+        finally:
+            if self._reader is me:
+                self._phase = _Phase.AWAY
+                self._reader = None
+                self._last_turn = time.monotonic()
+                if len(self._waiting) > (me in self._waiting):
+                    with self.lock:  # who has seen the role taken sleeps by now, or will hear it
+                        _ring(self._waiting, me)
+
+    def _stand_by(self) -> None:
+        me = _Bell(threading.get_ident())
+        while not self._stopped:
+            until = min(self._last_call + _GRACE_S, self._last_turn + _UNREAD_S)
+            nap = until - time.monotonic()
+            if nap > 0:
+                self._idle.sleep(nap)
+            elif self._waiting:
+                # Through a long wait: to be woken costs the caller as much as a message.
+                self._standby_phase = _Phase.PARKED
+                if self._waiting:
+                    self._idle.sleep(_LOOK_S)
+                self._standby_phase = _Phase.AWAY
+            else:
+                self._wait_for_input()
+                if not (self._waiting or self._stopped):
+                    self._turn(me, 0.0)
+
+    # -- one turn
+
+    def _poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Wait for descriptors; spin first where the last waits were shorter than a spin.
+
+        To be woken costs more than a small message. But where waits are long, a spin only takes
+        the core from those who are waited for.
+        """
+        if self._calls:  # to ask for descriptors too costs as much again
+            return []
+        began = time.monotonic()
+        timeout_s = 0.0 if self._watches.due else min(timeout_s, max(0.0, self._alarm_s - began))
+        spin_s = min(self.spin_s, timeout_s)
+        if self._short_waits >= _SHORT_WAITS:
+            while time.monotonic() - began < spin_s:
+                events = self._epoll.poll(0)
+                if events or self._calls or self._watches.due:
+                    return events
+                os.sched_yield()
+            timeout_s -= spin_s
+        self._phase = _Phase.BLOCKED  # what is to be called from now on wakes us
+        events = self._epoll.poll(0 if self._calls or self._watches.due else timeout_s)
+        self._phase = _Phase.AWAY
+        if spin_s:
+            short = time.monotonic() - began < spin_s
+            self._short_waits = self._short_waits + 1 if short else 0
+        return events
+
+    def _dispatch(self, events: list[tuple[int, int]]) -> None:
+        """Call what is ready and what is due; what that leads to waits for the next turn."""
+        self._phase = _Phase.DISPATCHING
+        for fd, mask in events:
+            ready = self._ready.get(fd)
+            if ready is not None:  # else what came before it in this turn has removed it
+                ready(mask)
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
+        if self._watches.due:
+            self._watches.act()
+        if self._alarm_s <= time.monotonic():
+            self._alarm_s = math.inf
+            if self.on_alarm is not None:
+                self.on_alarm()
+
+    def _wait_for_input(self) -> None:
+        """Block until a turn would not, and read nothing."""
+        self._standby_phase = _Phase.BLOCKED
+        if not (self._calls or self._watches.due):
+            left_s = max(0.0, self._alarm_s - time.monotonic())
+            self._watcher.poll(None if left_s == math.inf else math.ceil(left_s * 1000))
+        self._standby_phase = _Phase.AWAY
+
+    # -- being woken
+
+    def _wake_blocked(self) -> None:
+        if self._phase is _Phase.BLOCKED or self._standby_phase is _Phase.BLOCKED:
+            self.wake()
+
+    def wake(self) -> None:
+        """Make a turn that blocks return; from any thread, also when there is none."""
+        try:
+            self._wake_out.send(b"\0")
+        except OSError as error:  # full: one is under way; closed: nobody is left to be woken
+            if stops_caller(error):
+                raise
+
+    def _on_wake(self, mask: int) -> None:
+        del mask
+        try:
+            self._wake_in.recv(4096)
+        except BlockingIOError as error:
+            if stops_caller(error):
+                raise
+
+    def close(self) -> None:
+        """Give the descriptors back; what was added and watched is others' to close."""
+        self._wake_in.close()
+        self._wake_out.close()
+        self._epoll.close()
+
+    def forget(self) -> None:
+        """Give up, in a forked child, what it inherited, the lock included."""
+        self.lock = threading.RLock()
+        self._watches = Watches(self._epoll, {})
+        self.close()

@@ -1,0 +1,141 @@
+"""Descriptors of transports that a reader watches: a library's sockets, or its event descriptor.
+
+A transport's action is *progressed* by whichever thread reads, so it needs no thread of its own.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from stagelink.deadline import Deadline
+from stagelink.transport.interrupts import stops_caller
+
+__all__ = ["Action", "Watch", "Watches", "event_mask", "readable", "writable"]
+
+_ACTION_S = 2.0
+"""How long the end of a watch waits for an action, which must not take 1 ms."""
+
+_MOMENT_S = 0.0002
+
+Action = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watch:
+    """One wish to have a descriptor watched, see `Watches.begin`."""
+
+    fd: int
+    action: Action
+    on_error: Callable[[BaseException], None]
+    writable: bool
+
+
+class Watches:
+    """Who has which descriptor watched.
+
+    Args:
+        epoll: where the descriptors are registered.
+        ready: what is called when they are ready, by descriptor.
+
+    Attributes:
+        due: actions to be called in the next turn, each with its descriptor.
+    """
+
+    def __init__(self, epoll: select.epoll, ready: dict[int, Callable[[int], None]]) -> None:
+        self.due: dict[tuple[int, Action], None] = {}
+        self._epoll = epoll
+        self._ready = ready
+        self._watches: dict[int, list[Watch]] = {}
+        self._lock = threading.RLock()
+        self._acting: tuple[int, int, Action] | None = None
+
+    def begin(self, watch: Watch) -> None:
+        """See `Reader.watch`."""
+        fd = watch.fd
+        with self._lock:
+            watches = [*self._watches.get(fd, ()), watch]
+            self._arm(fd, watches)
+            self._watches[fd] = watches
+            self._ready[fd] = partial(self._on_ready, fd)
+        self.due[fd, watch.action] = None
+
+    def end(self, watch: Watch) -> None:
+        """See `Reader.unwatch`."""
+        fd = watch.fd
+        with self._lock:
+            left = [other for other in self._watches.get(fd, ()) if other is not watch]
+            if left:
+                self._watches[fd] = left
+                with suppress(OSError, ValueError):  # it, or the reader, is closed
+                    self._arm(fd, left)
+            elif self._watches.pop(fd, None) is not None:
+                self._ready.pop(fd, None)
+                with suppress(OSError, ValueError):
+                    self._epoll.unregister(fd)
+        until = Deadline(_ACTION_S)
+        while self._acts_elsewhere(watch) and not until.passed:
+            time.sleep(_MOMENT_S)
+
+    def _arm(self, fd: int, watches: list[Watch]) -> None:
+        mask = event_mask(writes=any(watch.writable for watch in watches))
+        try:
+            self._epoll.modify(fd, mask)
+        except FileNotFoundError as error:  # it is new, or was closed
+            if stops_caller(error):
+                raise
+            self._epoll.register(fd, mask)
+
+    def _acts_elsewhere(self, watch: Watch) -> bool:
+        acting = self._acting
+        if acting is None or acting[0] == threading.get_ident():
+            return False
+        return acting[1:] == (watch.fd, watch.action)
+
+    def _of(self, fd: int, action: Action) -> list[Watch]:
+        return [watch for watch in self._watches.get(fd, ()) if watch.action == action]
+
+    # -- on the reading thread
+
+    def _on_ready(self, fd: int, mask: int) -> None:
+        del mask
+        for watch in self._watches.get(fd, ()):
+            self.due[fd, watch.action] = None
+
+    def act(self) -> None:
+        """Call what is due, each action once; what becomes due thereby waits for the next turn."""
+        for fd, action in tuple(self.due):
+            self.due.pop((fd, action), None)
+            # First: `end` takes a watch away, and then looks here.
+            self._acting = (threading.get_ident(), fd, action)
+            try:
+                if self._of(fd, action) and action():
+                    self.due[fd, action] = None
+            except BaseException as error:
+                if stops_caller(error):
+                    raise
+                for watch in self._of(fd, action):
+                    self.end(watch)
+                    watch.on_error(error)
+            finally:
+                self._acting = None
+
+
+def event_mask(*, writes: bool) -> int:
+    """The events of a descriptor: input, and also room to write where that is wanted."""
+    return select.EPOLLIN | (select.EPOLLOUT if writes else 0)
+
+
+def writable(mask: int) -> bool:
+    """Whether a mask says that the socket can be written."""
+    return bool(mask & select.EPOLLOUT)
+
+
+def readable(mask: int) -> bool:
+    """Whether a mask says that the socket can be read, be it an error or the end."""
+    return bool(mask & ~select.EPOLLOUT)
