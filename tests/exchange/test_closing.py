@@ -14,7 +14,7 @@ import torch
 from torch.distributed import PrefixStore
 
 import stagelink
-from stagelink.control import turns
+from stagelink.control import reader
 from stagelink.links import watch
 from stagelink.testing import run_threads
 from stagelink.transport.contract import Capabilities
@@ -136,8 +136,8 @@ _Start = Callable[[Callable[[], None], tuple[()]], int]
 
 
 def test_a_waiting_rank_finds_the_abort_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_LONG_S", 0.1)
-    monkeypatch.setattr(turns, "_LOOK_S", 0.05)
+    monkeypatch.setattr(reader, "_LONG_S", 0.1)
+    monkeypatch.setattr(reader, "_LOOK_S", 0.05)
     monkeypatch.setattr(watch, "_EVERY_S", 0.05)
 
     def run(rank: int, world_size: int, store: Store) -> str:
