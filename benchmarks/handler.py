@@ -1,4 +1,4 @@
-"""What the handler itself costs: a small message without a wire, and threads per rank.
+"""Costs of the handler itself: a small message without a wire, and threads per rank.
 
 The message goes from one rank to another in one thread, so nothing is waited for: what is left is
 the path through session, window, frame and inbox. It is told beside a bare function call of this

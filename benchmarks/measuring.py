@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians, and a record of where they were run."""
+"""Helpers of the benchmarks: medians, and a record of where they were run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on besides the code."""
+    """Describe what a figure depends on besides the code."""
     return {
         "date": date.today().isoformat(),
         "cores": os.cpu_count(),

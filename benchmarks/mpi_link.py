@@ -5,7 +5,7 @@ Send and Recv one way, else Isend and Irecv into buffers that are used again; sh
 link alone and by a handler's sessions; copies are torch's and the C library's. Times are medians,
 microseconds a message; a ratio is below 1 where shm took less than OpenMPI.
 
-In ``one_way_read`` whoever receives reads the message before it answers: what is in shared memory
+In ``one_way_read`` the receiver reads the message before it answers: what is in shared memory
 has to come to its core then, where what OpenMPI has just copied may still be.
 """
 
@@ -73,7 +73,7 @@ def memmove(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def rank(job: Job, store: str) -> None:
-    """What each of the two runs; rank 0 keeps the figures."""
+    """Run one of the two ranks; rank 0 keeps the figures."""
     from mpi4py import MPI  # noqa: PLC0415 - to import it starts MPI
 
     torch.set_num_threads(1)

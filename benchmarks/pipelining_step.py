@@ -87,7 +87,7 @@ def run_step(
 
 
 def run_alone(rank: int, module: torch.nn.Module, batch: torch.Tensor) -> None:
-    """What one stage does for a batch, without messages."""
+    """Run one stage on a batch, without messages."""
     module.zero_grad()
     for x in batch.chunk(MICROBATCHES):
         if rank == 0:

@@ -1,7 +1,7 @@
 """Torch RPC (TensorPipe) between two processes, with the sizes of ``stagelink bench``.
 
 One way is half of a call that gives its tensor back; a stream is calls that give nothing back,
-four of them under way.
+four of them in flight.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def stream(size_bytes: int, count: int) -> float:
 
 
 def rank(number: int, folder: str) -> None:
-    """What each of the two runs; rank 0 measures."""
+    """Run one of the two ranks; rank 0 measures."""
     torch.set_num_threads(1)
     pin(number)
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")

@@ -77,7 +77,7 @@ def exchange(comm: stagelink.Handler, sizes: tuple[int, ...], messages: int) -> 
 
 @dataclass(frozen=True)
 class Work:
-    """What to carry out; see above."""
+    """Settings of a run; see above."""
 
     transport: str
     messages: int

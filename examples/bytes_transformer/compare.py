@@ -24,7 +24,7 @@ SCHEDULES = ("pipedream", "1f1b")
 
 
 def train_rank(schedule: str, steps: int, folder: Path) -> None:
-    """What each rank does; rank 0 leaves the losses in the folder."""
+    """Train on one rank; rank 0 leaves the losses in the folder."""
     plan = dataclasses.replace(stagelink.Plan.load(PLAN), schedule=schedule)
     with stagelink.connect(plan) as comm:
         first = comm.stage.name == "bottom"  # only there are the batches looked at

@@ -56,7 +56,7 @@ def train_batch(comm: stagelink.Handler, module: torch.nn.Module, batch: Batch) 
 
 
 def train_rank(epochs: int = 3) -> None:
-    """What each rank does. The gradients of replicas are added by a group of torch's own."""
+    """Train on one rank; the gradients of replicas are added by a group of torch's own."""
     dist.init_process_group("gloo")
     plan = stagelink.Plan.load(PLAN)
     groups = {stage.name: dist.new_group(list(stage.ranks)) for stage in plan.stages}

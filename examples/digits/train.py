@@ -32,7 +32,7 @@ ALLOWED_DIFFERENCE = 1e-12
 
 
 def train_rank(epochs: int, folder: Path) -> None:
-    """What each rank does; leaves its findings in the folder."""
+    """Train on one rank, and leave its findings in the folder."""
     plan = stagelink.Plan.load(PLAN)
     with stagelink.connect(plan) as comm:
         first = comm.stage.name == "features"  # only there are the batches looked at

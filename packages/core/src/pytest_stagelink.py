@@ -1,7 +1,7 @@
 """The pytest plugin of stagelink: fixtures for tests of pipelines, and the transports' own tests.
 
 It stands beside the package because importing the package loads torch, and pytest imports its
-plugins in every run: whoever only has stagelink installed pays and sees nothing.
+plugins in every run: where stagelink is only installed, it costs and changes nothing.
 
     pytest --pyargs stagelink.testing --stagelink-transport NAME
 

@@ -39,7 +39,7 @@ _MOST_S = 1e300
 
 
 class Expected(NamedTuple):
-    """What an argument must be.
+    """Condition on an argument.
 
     Attributes:
         words: the end of "must be …".
@@ -72,12 +72,12 @@ def instance(kind: type | tuple[type, ...], words: str) -> Expected:
 
 
 def is_a(value: object, kind: type) -> bool:
-    """As ``isinstance``, of a value whose annotation says so already: callers do as they like."""
+    """Like ``isinstance``, for a value whose annotation promises it: callers may break it."""
     return isinstance(value, kind)
 
 
 def optional(expected: Expected) -> Expected:
-    """The same, or None."""
+    """Allow None beside what an expectation accepts."""
     accepts = expected.accepts
     return Expected(f"{expected.words}, or None", lambda value: value is None or accepts(value))
 
@@ -96,7 +96,11 @@ def expect(call: str, name: str, value: object, expected: Expected) -> None:
 
 
 def given_seconds(call: str, name: str, value: float | None, otherwise: float) -> float:
-    """The seconds that an argument says, or others where it is None; raises as `expect`."""
+    """Return the seconds that an argument says, or a default where it is None.
+
+    Raises:
+        UsageError: as `expect`.
+    """
     if value is None:
         return otherwise
     expect(call, name, value, SECONDS)

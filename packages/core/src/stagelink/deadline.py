@@ -1,4 +1,4 @@
-"""A moment in time after which a wait is given up."""
+"""The time limit of a call that waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_S = 20 * 86400.0
 
 
 class Deadline:
-    """A moment after which a wait is given up.
+    """The moment at which a wait gives up.
 
     Args:
         seconds: from now; may be infinite.

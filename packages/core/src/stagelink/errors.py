@@ -43,9 +43,9 @@ class PlanError(StagelinkError, ValueError):
 
 
 class VerificationError(PlanError):
-    """The plan is well-formed, but its schedule cannot run: it hangs, or needs too much.
+    """The plan is well-formed, but its schedule would deadlock, or needs too large a window.
 
-    The text names the ranks, actions and microbatches of the cycle.
+    The text names the ranks, actions and microbatches of the cycle in the wait-for graph.
     """
 
 
@@ -69,11 +69,11 @@ class ConnectError(StagelinkError, ConnectionError):
 
 
 class RankTakenError(ConnectError):
-    """Another process already holds this rank in this run."""
+    """Another process already has this rank in this run."""
 
 
 class DisagreementError(ConnectError, ValueError):
-    """Two ranks hold different ideas of version, plan, transports, mode or count.
+    """Two ranks differ in version, plan, transports, kind of session or number of microbatches.
 
     The text names the field and both values; both ranks get it.
     """
@@ -87,19 +87,19 @@ class MessageError(StagelinkError, ValueError):
 
 
 class MessageTypeError(MessageError, TypeError):
-    """What was to be sent, or received into, is no tensor, or has no strided memory of its own."""
+    """An object to be sent, or received into, is no tensor, or has no strided memory."""
 
 
 class RefusedError(MessageError):
-    """The peer could not send the message that is waited for; the text is the peer's own error."""
+    """The peer refused to send the message that is waited for; the text is the peer's error."""
 
 
 class UsageError(StagelinkError, RuntimeError):
-    """A call out of place: another replica's microbatch, a session left, a second receive."""
+    """A call in a wrong state: another replica's microbatch, a session left, a second receive."""
 
 
 class DeadlineError(StagelinkError, TimeoutError):
-    """A wait ran out of time; the text says who waited for whom, for what, and how long."""
+    """A wait timed out; the text says who waited for whom, for what, and how long."""
 
 
 class TransportError(StagelinkError, RuntimeError):
@@ -107,23 +107,23 @@ class TransportError(StagelinkError, RuntimeError):
 
 
 class ProtocolError(StagelinkError, ConnectionError):
-    """A peer sent bytes that are no message of this protocol, or one that cannot be now."""
+    """A peer broke the wire protocol: damaged bytes, or a message that cannot come now."""
 
 
 class PeerClosedError(StagelinkError, EOFError):
-    """The peer said goodbye, or left the session, before the message that is waited for."""
+    """The peer closed in order, or left the session, before the message that is waited for."""
 
 
 class PeerLostError(StagelinkError, ConnectionError):
-    """The peer's connection ended without a goodbye: its process died or its server is gone."""
+    """The peer's connection broke without a goodbye: its process died or its server is gone."""
 
 
 class AbortedError(StagelinkError, RuntimeError):
-    """Another rank failed and told everybody; the text has its rank and its error's text."""
+    """Another rank failed and aborted the run; the text has its rank and its error's text."""
 
 
 class ClosedError(StagelinkError, RuntimeError):
-    """The handler was closed (or is being closed) in this process."""
+    """The handler was closed, or is being closed, in this process."""
 
 
 class ForkedError(ClosedError):

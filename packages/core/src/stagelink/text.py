@@ -1,4 +1,4 @@
-"""Words of messages: names in quotes, ranges of numbers, near misses."""
+"""Helpers for error texts: names in quotes, ranges of numbers, near misses."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
 def quoted(names: Iterable[str], separator: str = ", ") -> str:
-    """The names in quotes with a separator between; a long list is cut and counted."""
+    """Join names in quotes with a separator; a long list is cut and counted."""
     every = list(names)
     text = separator.join(shown(name) for name in every[:_MOST_NAMES])
     return text if len(every) <= _MOST_NAMES else f"{text}{separator}… ({len(every)} in all)"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers, runs of them as ``first-last``, as in ``1, 4-9``."""
+    """Join ascending numbers, runs of them as ``first-last``: ``1, 4-9``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -36,15 +36,15 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def repeats(values: Iterable[Hashable]) -> Iterator[tuple[int, int]]:
-    """The places of values that came before, each with the place of the first of its kind."""
+    """Yield the index of each repeated value, with the index of its first occurrence."""
     first: dict[Hashable, int] = {}
-    for place, value in enumerate(values):
-        if first.setdefault(value, place) != place:
-            yield place, first[value]
+    for index, value in enumerate(values):
+        if first.setdefault(value, index) != index:
+            yield index, first[value]
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """A hint at the known name that the word most likely meant; empty where none is close."""
+    """Hint at the known name that a word most likely meant; empty where none is close."""
     if not isinstance(word, str):
         return ""
     by_lower = {name.lower(): name for name in known}
@@ -53,7 +53,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def unknown(kind: str, word: object, known: Iterable[str], *, owner: str = "the plan") -> str:
-    """The text for a name that does not exist.
+    """Word an unknown name, with near misses and the names that exist.
 
     Args:
         kind: what it should name: ``"stage"``, ``"key"``.
@@ -67,7 +67,7 @@ def unknown(kind: str, word: object, known: Iterable[str], *, owner: str = "the 
 
 
 def shown(value: object) -> str:
-    """The value's repr, cut short where it is long, deep or circular."""
+    """Shorten a value's repr where it is long, deep or circular."""
     try:
         return _repr.repr(value)
     except ValueError:  # an int of more digits than Python agrees to print

@@ -1,4 +1,4 @@
-"""What is counted, and under which labels; no label grows with the length of a run."""
+"""Metrics and their labels; no label grows with the length of a run."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _make_families(registry: CollectorRegistry) -> _Families:
         counter("received_bytes", "Payload of the messages received, in bytes."),
         Histogram(
             "stagelink_wait_seconds",
-            "Waits of sends for a place in the window, of receives for peer and wire, in seconds.",
+            "Waits of sends for credit, of receives for peer and wire, in seconds.",
             (*_LABELS, "waited_for"),
             buckets=WAIT_BUCKETS_S,
             registry=registry,

@@ -1,4 +1,4 @@
-"""What a link costs between two ranks of one machine, beside torch's own send and recv."""
+"""Costs of a link between two ranks of one machine, beside torch's own send and recv."""
 
 from __future__ import annotations
 

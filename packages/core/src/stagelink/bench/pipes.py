@@ -1,4 +1,4 @@
-"""A pipe is something that moves messages between two ranks, in order; how it is timed."""
+"""Pipes, which move messages between two ranks in order, and the timing of one round."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ IN_FLIGHT = 4
 
 
 class Timed(NamedTuple):
-    """What a round took on one rank, by a clock that all processes of the machine share.
+    """Times of a round on one rank, by a clock that all processes of the machine share.
 
     Attributes:
         began: when its first message was about to go.
-        ended: when its last one was through.
+        ended: when its last one was complete.
         singles: seconds of each message, where they were timed one by one here.
     """
 
@@ -49,11 +49,11 @@ class Pipe(ABC):
 
     @abstractmethod
     def round(self, kind: str, size_bytes: int, count: int) -> AbstractContextManager[None]:
-        """A round of so many messages of one kind and size."""
+        """Enclose a round of ``count`` messages of one kind and size."""
 
     @abstractmethod
     def send(self) -> None:
-        """Hand over the next message; waits while `IN_FLIGHT` are under way."""
+        """Send the next message; waits while `IN_FLIGHT` are in flight."""
 
     @abstractmethod
     def recv(self) -> Any:
@@ -61,7 +61,7 @@ class Pipe(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until everything sent is through, as far as the sender can know."""
+        """Wait until everything sent is complete, as far as the sender can know."""
 
 
 def buffers_of(size_bytes: int) -> list[torch.Tensor]:

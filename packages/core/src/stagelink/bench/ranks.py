@@ -49,7 +49,7 @@ __all__ = [
 
 _KIB = 1024
 SIZES_BYTES = (8, 64, 512, *(_KIB * size for size in (4, 64, 256, 1024, 4096, 16384, 65536)))
-"""What is measured where nobody says."""
+"""Payloads of a measurement by default."""
 
 _ROUND_BYTES = 64 * 1024 * 1024
 _MOST_MESSAGES = 200
@@ -59,7 +59,7 @@ _PATIENCE = timedelta(seconds=300)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to measure.
+    """One measurement to be taken.
 
     Attributes:
         transports: names; each must be able to link two processes of this machine.
@@ -85,7 +85,7 @@ class Job:
 
 
 class Case(NamedTuple):
-    """What times belong to."""
+    """Subject, kind and size that times belong to."""
 
     subject: Subject
     kind: str
@@ -155,7 +155,7 @@ def _bar_ends(job: Job) -> Iterator[None]:
 
 
 def records_of(here: Times, there: Times) -> list[Record]:
-    """What both ranks saw of the same rounds, as records."""
+    """Make records of what both ranks saw of the same rounds."""
     seconds: dict[Case, list[float]] = {}
     for (case, count, mine), (_, _, theirs) in zip(here, there, strict=True):
         found = seconds.setdefault(case, [])

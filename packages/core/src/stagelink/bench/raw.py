@@ -1,4 +1,4 @@
-"""What links are held against: torch's own send and recv over gloo, and a copy in one thread."""
+"""Baselines of links: torch's own send and recv over gloo, and a copy in one thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Copier = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies to its first argument what is in its second."""
 
 COPIERS: dict[Subject, Copier] = {Subject("memcpy", "raw"): torch.Tensor.copy_}
-"""What one thread copies with, where nobody says."""
+"""Copiers of one thread, by default."""
 
 
 class PostedPipe(Pipe):

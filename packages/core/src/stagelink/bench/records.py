@@ -11,14 +11,14 @@ __all__ = ["KINDS", "ONE_WAY_READ", "Record", "Subject"]
 KINDS = ("one_way", "stream", "duplex")
 """What is measured.
 
-``one_way``: half a round trip of one message, nothing else under way. ``stream``: one message
+``one_way``: half a round trip of one message, nothing else in flight. ``stream``: one message
 after another, the memory of at most four of them in use at the sender; what has been copied on
 its way, by a window or into a slot, is not counted. ``duplex``: the same both ways, one message
 each.
 """
 
 ONE_WAY_READ = "one_way_read"
-"""As ``one_way``, and whoever receives reads every byte before it answers, or stops the clock.
+"""As ``one_way``, and the receiver reads every byte before it answers, or stops the clock.
 
 A view of shared memory has not been read by its receiver's core, where a copy has been written.
 """
@@ -26,7 +26,7 @@ A view of shared memory has not been read by its receiver's core, where a copy h
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured.
+    """Subject of a measurement.
 
     Attributes:
         transport: its name; ``raw-gloo`` and ``memcpy`` for what it is held against.

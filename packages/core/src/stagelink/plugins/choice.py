@@ -1,4 +1,4 @@
-"""Which transport carries a link, and why the others do not.
+"""The choice of a transport for a link, with the reasons against the others.
 
 Pure: it decides from the plan and from what both ends say of themselves, so that both come to the
 same answer, each in its own process, and ``stagelink plan`` can ask without any peer.
@@ -63,7 +63,7 @@ class Choice:
         return self.link.transport
 
     def explain(self) -> list[str]:
-        """In words: a line for what was taken and by which rule, and why not others."""
+        """Lines of text: the transport taken and by which rule, and the reasons against others."""
         by = _NO_RULE if self.rule is None else f"links[{self.rule}]"
         how = f"auto; {by}" if self.auto else by
         refusals = [f"not {name!r}: {reason}" for name, reason in self.passed_over]

@@ -1,4 +1,4 @@
-"""What is installed, by its entry points, without importing any of it."""
+"""Discovery of installed plugins by their entry points, without importing any."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Installed:
         return candidates[0]
 
     def absent(self, kind: str, name: str, known: Iterable[str]) -> str:
-        """The text for a name that was asked for and is not in ``by_name``.
+        """Word the absence of a name that was asked for from ``by_name``.
 
         Args:
             kind: ``"transport"`` or ``"observer"``.
@@ -124,7 +124,7 @@ class Installed:
 
 
 def conflict(name: str, providers: Iterable[str]) -> PluginError:
-    """The error for a name that is provided more than once."""
+    """Make the error for a name that is provided more than once."""
     listed = "".join(f"\n  - {provider}" for provider in providers)
     return PluginError(
         f"{name!r} is provided more than once, so that nobody can tell which is meant:{listed}\n"

@@ -1,4 +1,4 @@
-"""Whether one transport can carry one link, and the reason where it cannot."""
+"""Eligibility of one transport for one link, with the reason where it cannot carry it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Asker", "Case"]
 
 
 class Asker(NamedTuple):
-    """Whom to ask for what the plan and the offers cannot tell.
+    """Questions to this process's transports and plugins beyond the plan and the offers.
 
     Attributes:
         can_connect: `Transport.can_connect` of the link's transport, given the place of the link's
@@ -66,7 +66,7 @@ class Case:
         return [(end.rank, end.offers.get(name)) for end in (self.source, self.target)]
 
     def reason(self, name: str) -> str | None:
-        """Why the transport of that name cannot carry the link; None where it can."""
+        """Find the reason against the transport of that name; None where it can carry the link."""
         reasons = (self._offer_reasons, self._capability_reasons, self._connect_reasons)
         return next((reason for check in reasons for reason in check(name)), None)
 

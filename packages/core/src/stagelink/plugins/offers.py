@@ -1,4 +1,4 @@
-"""What one rank can use, and what it tells its peers of that in its HELLO."""
+"""Transports that one rank can use, as it tells its peers in its HELLO."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ State = Literal["usable", "unusable", "broken", "disabled", "absent"]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one rank says of one transport.
+    """Word of one rank on one transport.
 
     Attributes:
         state: whether it can use it.
@@ -95,7 +95,7 @@ _END = TypeAdapter(End)
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found of the transports of this process.
+    """Findings about the transports of this process.
 
     Attributes:
         transports: an instance of each that is usable here.

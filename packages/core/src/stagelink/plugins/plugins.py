@@ -1,4 +1,4 @@
-"""Which transports exist here: found by entry points or registered in code, loaded when asked for.
+"""Plugins of one handler: found by entry points or given in code, loaded when asked for.
 
 Only what is asked for is imported. A plugin that is broken and that nobody asks for harms nobody;
 one that is asked for gives an error that names distribution, entry point, cause and remedy.
@@ -152,7 +152,7 @@ class Plugins:
         return usable, failed
 
     def provider(self, name: str) -> str:
-        """Who provides a transport that can be loaded: a distribution, or code of this process."""
+        """Name the provider of a transport that can be loaded: a distribution, or code here."""
         if name in self._registered:
             return _in_code(self._registered[name])
         return str(self.transports.sole(name))

@@ -1,4 +1,4 @@
-"""What is wrong with a plugin's hooks, and with a class that is to be a transport, in words.
+"""Problems of a plugin's hooks, and of a class that is to be a transport, each with its remedy.
 
 Found when the plugin is loaded, in its author's terms, instead of as a strange error at the first
 message: pluggy never calls a hook that is misspelt or unmarked, and says nothing.

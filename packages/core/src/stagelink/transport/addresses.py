@@ -1,4 +1,4 @@
-"""At which of its network addresses this host is reached by ranks of other servers."""
+"""Network addresses of this host, and the choice of the one that ranks of other servers reach."""
 
 from __future__ import annotations
 

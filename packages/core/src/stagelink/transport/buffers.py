@@ -1,4 +1,4 @@
-"""Receive buffers that come back: exact in size, pooled by size, lent until the last view dies.
+"""A pool of receive buffers: exact in size, lent until the last view dies, then used again.
 
 A fresh large buffer costs its page faults, several times the copy into it, so a pipeline that
 receives the same shapes again and again must reuse memory. When the last view of a buffer dies,
@@ -29,7 +29,7 @@ class _Returned:
 
 
 class BufferPool:
-    """Lends flat uint8 CPU tensors; safe from any thread.
+    """A pool of flat uint8 CPU tensors; thread-safe.
 
     Buffers below 64 KiB are simply allocated: the allocator is faster there than a lease.
 

@@ -1,4 +1,4 @@
-"""What observers are told: one event per step of a message, and a link's totals."""
+"""Events and counters for observers: one event per step of a message, and a link's totals."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 __all__ = ["Event", "EventName", "LinkCounters"]
 
 EventName = Literal["send", "recv", "wait_window", "wait_peer", "wait_wire"]
-"""What happened, as `Event.name` says it.
+"""The steps of a message, by `Event.name`.
 
 ``send`` and ``recv``: a message was handed to a link, or to the caller. ``wait_window``: a send
-waited for room at the receiver. ``wait_peer``: a receive waited for the peer to send.
+waited for credit (back-pressure). ``wait_peer``: a receive waited for the peer to send.
 ``wait_wire``: a message that was announced waited for its payload.
 """
 
@@ -69,7 +69,7 @@ class LinkCounters:
     Attributes:
         messages: messages carried, inline ones included.
         payload_bytes: their payloads.
-        window_wait_s: seconds in which sends waited for room at the receiver.
+        window_wait_s: seconds in which sends waited for credit (back-pressure).
         peer_wait_s: seconds in which receives waited for the peer to send.
         wire_wait_s: seconds in which announced messages waited for their payload.
         inline_messages: messages whose payload travelled with the header, past the transport.

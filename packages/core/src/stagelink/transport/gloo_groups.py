@@ -33,7 +33,7 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 """Torch's own environment variable for the interface of gloo."""
 
 THREADS = 2
-"""Of a group for collectives, as torch has it."""
+"""Threads of a group for collectives, as torch has it."""
 
 logger = logging.getLogger("stagelink")
 _SO_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)

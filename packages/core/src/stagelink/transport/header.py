@@ -71,7 +71,7 @@ _NO_DIMS = (0,) * MAX_DIMS
 
 
 class MessageKind(enum.IntEnum):
-    """What a frame says."""
+    """Kind of a frame."""
 
     __hash__ = int.__hash__  # in C; these are looked up for every frame
 
@@ -94,7 +94,7 @@ class MessageKind(enum.IntEnum):
 
 
 class Direction(enum.IntEnum):
-    """Which way along its edge a message travels."""
+    """Direction of a message along its edge."""
 
     __hash__ = int.__hash__
 
@@ -167,7 +167,7 @@ class Header(NamedTuple):
         return self.note_bytes + (self.payload_bytes if inline else 0)
 
     def pack(self, note_bytes: int = 0, fds: int = 0) -> bytes:
-        """This header as `HEADER_BYTES` bytes, for a frame with such a note and so many fds."""
+        """Encode as `HEADER_BYTES` bytes, for a frame with a note of this size and these fds."""
         dims = len(self.shape)
         return _LAYOUT.pack(
             MAGIC, VERSION, self.kind, self.direction, self.flags, self.session, self.edge,
@@ -177,7 +177,7 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes | bytearray, at: int = 0) -> Header:
-        """Read a header from the `HEADER_BYTES` bytes at a place, trusting nothing in them.
+        """Decode the `HEADER_BYTES` bytes at an offset, trusting nothing in them.
 
         Raises:
             ProtocolError: foreign magic, another version, an unknown kind, or sizes that do not

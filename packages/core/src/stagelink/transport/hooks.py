@@ -47,7 +47,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def stagelink_register_transport() -> type[Transport] | list[type[Transport]]:
-    """Say which transport classes this module brings.
+    """Return the transport classes of this module.
 
     Called once per handler and entry point, when the plugin is loaded, in the thread that calls
     `connect`; before anything is probed or opened. Only the module that an entry point in the
@@ -55,8 +55,8 @@ def stagelink_register_transport() -> type[Transport] | list[type[Transport]]:
     rule says ``auto``, or ``stagelink doctor`` looks at all.
 
     It should do no more than return; whether the transport can be used here is for
-    `Transport.probe` to say. An exception makes the plugin a broken one: whoever asked for it gets
-    the exception with the plugin's name, and nothing of the plugin stays registered.
+    `Transport.probe` to say. An exception makes the plugin a broken one: the call that needed it
+    raises `stagelink.PluginError` with its name, and nothing of the plugin stays registered.
 
     Returns:
         The class, or a list of classes where one module serves several entry points; the one whose
@@ -90,7 +90,7 @@ def stagelink_select_transport(link: Link, candidates: Sequence[str]) -> str | N
 
 @hookspec
 def stagelink_link_opened(link: Link) -> None:
-    """Take note that one end of a link was opened.
+    """Observe that one end of a link was opened.
 
     Called on both ranks of the link, in the thread that calls `connect`, once per end, after all
     links of the rank are open and before any message.
@@ -102,7 +102,7 @@ def stagelink_link_opened(link: Link) -> None:
 
 @hookspec
 def stagelink_link_closed(link: Link, counters: LinkCounters) -> None:
-    """Take note that one end of a link was closed, with its totals.
+    """Observe that one end of a link was closed, with its totals.
 
     Called once for every end that was opened, after a failure too, in the thread that closes the
     handler, after the end was closed. No event of the link follows.
@@ -115,7 +115,7 @@ def stagelink_link_closed(link: Link, counters: LinkCounters) -> None:
 
 @hookspec
 def stagelink_event(event: Event) -> None:
-    """Take note of one step of one message.
+    """Observe one step of one message.
 
     Called after the step, on the thread on which it happened: the caller's, a link's worker, or
     the one that reads the control plane. Calls may come from several threads at once, and those of
@@ -133,11 +133,11 @@ def stagelink_event(event: Event) -> None:
 def stagelink_trace(
     link: Link, edge: str, direction: Direction, microbatch: int, session: int
 ) -> bytes | None:
-    """Give the trace context that a message is to carry to its receiver.
+    """Return the trace context that a message is to carry to its receiver.
 
     Called in the thread that sends, once per message and receiver, when nothing is wrong with the
-    message and before it waits for a place. What is given travels in the message's header and is
-    in each of its events, on both ranks. Calling stops at the first plugin that does not return
+    message and before it waits for credit. What is given travels in the message's header and is in
+    each of its events, on both ranks. Calling stops at the first plugin that does not return
     None. The message waits meanwhile; an exception comes out of the call that sends it, which then
     is not sent.
 

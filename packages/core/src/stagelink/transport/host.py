@@ -1,4 +1,4 @@
-"""Which server and which process this is, and how much memory it has."""
+"""Identity of this server and this process, and the machine's memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def process_id() -> str:
 
 
 def memory_bytes() -> int | None:
-    """How much memory this machine has; None where the system does not tell."""
+    """Memory of this machine; None where the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf

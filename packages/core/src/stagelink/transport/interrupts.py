@@ -1,4 +1,4 @@
-"""Telling what a signal handler raised from what went wrong in the code that it interrupted.
+"""Signal handlers' exceptions, told from errors of the code that they interrupt.
 
 Python runs a signal handler in the middle of whatever the main thread does, so its exception comes
 out of code that catches exceptions of its own. It is the user's: it is never taken for the error

@@ -1,4 +1,4 @@
-"""Memory on loan to tensors, and its way back when the last of them dies.
+"""Leases: memory lent to tensors, returned when the last view of it dies.
 
 A lease is a ctypes array over the memory; torch's storage keeps it alive, and with it every view,
 reinterpretation and autograd graph. Its finalizer may run on any thread, in the middle of garbage
@@ -30,7 +30,7 @@ _all: dict[int, weakref.ref[SlotReturns]] = {}
 
 
 def lease(memory: torch.Tensor, size_bytes: int, on_return: Callable[[], object]) -> torch.Tensor:
-    """The first bytes of some memory as a flat uint8 tensor; its storage has exactly that size.
+    """Lend the first bytes of memory as a flat uint8 tensor; its storage has exactly that size.
 
     Args:
         memory: a CPU tensor; it is kept alive.
@@ -49,7 +49,7 @@ def _end(memory: torch.Tensor, on_return: Callable[[], object]) -> None:
 
 
 class SlotReturns:
-    """A receiver's slots on their way home; see `stagelink.transport.slots`.
+    """The receiving end of a `stagelink.transport.slots.SlotRing`: lends slots and returns them.
 
     What is on loan when the process forks is not used again: a data-loader worker that holds a
     received tensor would see it rewritten. The memory is shared with it all the same: what parent
@@ -69,7 +69,7 @@ class SlotReturns:
         _all[number] = weakref.ref(self, lambda _: _all.pop(number, None))
 
     def lend(self, number: int, memory: torch.Tensor, size_bytes: int) -> torch.Tensor:
-        """A slot's message as a tensor; the slot goes home when the last view of it has died.
+        """Lend a slot's message as a tensor; the slot is returned when its last view has died.
 
         Raises:
             ValueError: the slot is on loan already.
@@ -80,15 +80,15 @@ class SlotReturns:
         return lease(memory, size_bytes, partial(self._on_return, number))
 
     def release(self, number: int) -> None:
-        """A slot was read and is free again.
+        """Return a slot that was read to its sender.
 
         Its sender hears of it at the end of this turn of reading: slots that were read in one turn
-        go home together.
+        are returned together, in one note.
         """
         self._on_return(number)
 
     def close(self) -> None:
-        """Nobody is to be told any more; a tensor that lives on keeps nothing but its memory."""
+        """Return no slot any more; a tensor that lives on keeps nothing but its memory."""
         self._port = None
 
     def _on_return(self, number: int) -> None:
@@ -120,7 +120,7 @@ class SlotReturns:
 
 
 def returned_slots(note: bytes) -> Iterator[tuple[int, bool]]:
-    """The slots that a note of `SlotReturns` sends home: number, and whether it is usable.
+    """Decode a note of `SlotReturns`: each returned slot's number, and whether it is usable.
 
     Raises:
         ValueError: it is no such note.

@@ -1,4 +1,4 @@
-"""The library's own tensors are made outside the modes that a caller's thread is in.
+"""Torch's modes, left while the library makes tensors of its own on a caller's thread.
 
 A thread that waits reads for the whole rank, whatever mode its program waits in. A buffer that is
 allocated under a fake tensor mode has no memory, inside ``torch.func.grad`` it is a wrapper, and

@@ -198,7 +198,7 @@ def _requiring(tensor: torch.Tensor, given: Any) -> torch.Tensor:
 
 def _waited_for(given: Any, kind: type) -> torch.Tensor:
     """The result of an asynchronous collective."""
-    # Not at the top: whoever has such a tensor has loaded it.
+    # Not at the top: where there is such a tensor, it is loaded.
     from torch.distributed._functional_collectives import (  # noqa: PLC0415
         AsyncCollectiveTensor,
     )
@@ -312,7 +312,7 @@ def _shaped(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def payload_problem(
     payload: object, size_bytes: int, lent: torch.Tensor | None, device: str = "cpu"
 ) -> str | None:
-    """What is wrong with what a receiver gave for a message's payload, in words.
+    """Find what is wrong with the payload that a receiver gave for a message.
 
     Args:
         payload: what its ``finish`` returned, or its `Ready` has.

@@ -1,11 +1,12 @@
 """Slots: pieces of memory that both ends of a link see, each for one message at a time.
 
 The sender owns them, whatever memory they are made of: it makes a slot when it needs one, fills
-it, and tells the receiver its number. The receiver reads it and sends the number home, at once or
-when the last tensor that is a view of the slot has died. Until then the slot is *out*.
+it, and tells the receiver its number. The receiver reads it and returns the number, at once or
+when the last tensor that is a view of the slot has died. Until then the slot is *out*, else
+*free*.
 
-Few slots that are used again and again stay in the processor's cache, so the one that came home
-last is the next to go, and none is made before all that fit are out.
+Few slots that are used again and again stay in the processor's cache, so the one that was returned
+last is the next to be used, and none is made before all that fit are out.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class Slot(Generic[_M]):
 
 
 class SlotRing(Generic[_M]):
-    """The sender's book of its slots. Not safe from two threads at once.
+    """The sender's slots, free and out. Not thread-safe.
 
     Args:
-        make: makes memory of so many bytes, a multiple of ``granule_bytes``.
-        most: how many slots there may be; at least 4 there are, and never more than 1024.
+        make: makes memory of a number of bytes, a multiple of ``granule_bytes``.
+        most: limit of slots; raised to 4 where it is less, and lowered to 1024 where it is more.
         bound_bytes: how much memory all of them may take.
         granule_bytes: a power of two.
     """
@@ -76,16 +77,16 @@ class SlotRing(Generic[_M]):
         self._bytes = 0
         self._kept_bytes = 0
         self._kept = 0
-        self._free: list[Slot[_M]] = []  # what came home last is at the end
+        self._free: list[Slot[_M]] = []  # what was returned last is at the end
         self._out: dict[int, Slot[_M]] = {}
         self._numbers: list[int] = []
         self._given_up: list[int] = []
 
     def take(self, size_bytes: int) -> Slot[_M] | None:
-        """A slot for a message of up to ``largest_bytes``; None until one comes home.
+        """Take a slot for a message of up to ``largest_bytes``; None until one is returned.
 
-        What a slot of the wanted size cannot be made for is made room for: slots that are at home
-        and too small are given up, those first that have been there longest.
+        Where the bound leaves no memory for a slot of the wanted size, free slots that are too
+        small are given up, those first that have been free longest.
         """
         capacity = self.capacity_for(size_bytes)
         found = self._best_free(size_bytes)
@@ -104,7 +105,7 @@ class SlotRing(Generic[_M]):
         return found
 
     def given_up(self) -> list[int]:
-        """Numbers of slots that were given up since this was asked last, for the receiver.
+        """Numbers of slots that were given up since the last call, for the receiver.
 
         It has them mapped until it is told, so it is told before it hears of a new slot.
         """
@@ -112,13 +113,13 @@ class SlotRing(Generic[_M]):
         return numbers
 
     def grow(self, most: int) -> None:
-        """There may be so many slots from now on, if that is more than before."""
+        """Raise the limit of slots to ``most``; never lowers it."""
         self.most = min(max(self.most, most), _MOST)
 
     def may_keep(self, slot: Slot[_M]) -> bool:
-        """Whether the receiver may hold on to a slot that was taken; else it is to copy it out.
+        """Whether the receiver may keep a slot that was taken; else it must copy it out.
 
-        However much it holds on to, a message of any size finds two slots that it does not.
+        However much it keeps, a message of any size finds two slots that it does not.
         """
         size = slot.capacity_bytes
         slot.kept = (
@@ -131,7 +132,7 @@ class SlotRing(Generic[_M]):
         return slot.kept
 
     def give_back(self, number: int, *, usable: bool = True) -> None:
-        """A slot is home.
+        """Free a slot that the receiver has returned.
 
         Args:
             number: the slot's.
@@ -164,12 +165,12 @@ class SlotRing(Generic[_M]):
         return min(-(-size_bytes // step) * step, max(self.largest_bytes, self._granule_bytes))
 
     def most_bytes(self, size_bytes: int) -> int:
-        """What the slots take if all of them are made for messages of this size."""
+        """Memory of all slots if they are made for messages of this size."""
         return min(self.most * self.capacity_for(size_bytes), self._bound_bytes)
 
     @property
     def count(self) -> int:
-        """How many slots there are, out and at home."""
+        """Number of slots, out and free."""
         return len(self._out) + len(self._free)
 
     def _enough_if_given_up(self, capacity: int) -> bool:
