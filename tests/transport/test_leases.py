@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
-from stagelink.transport.leases import SlotReturns, lease, returned_slots
+from stagelink.transport.buffers import lease
+from stagelink.transport.slots import SlotReturns, returned_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -39,5 +39,5 @@ class Piece(NamedTuple):
 
 
 def going_home(slot: int) -> bytes:
-    """A note that says that a slot is free, for `stagelink.transport.leases.returned_slots`."""
+    """A note that says that a slot is free, for `stagelink.transport.slots.returned_slots`."""
     return _NUMBER.pack(slot)

@@ -7,8 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import FINISHED, Pending, Sender
-from stagelink.transport.leases import returned_slots
-from stagelink.transport.slots import SlotRing
+from stagelink.transport.slots import SlotRing, returned_slots
 from stagelink_cupy.notes import Piece
 from stagelink_cupy.passing import Passing, Way
 from stagelink_cupy.region import SLOTS

@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import FINISHED, Pending, Ready, Receiver
-from stagelink.transport.leases import SlotReturns
+from stagelink.transport.slots import SlotReturns
 from stagelink_shm.memory import copy_bytes, mapped
 from stagelink_shm.notes import Filled, given_up
 

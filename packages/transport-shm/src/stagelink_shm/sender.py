@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import FINISHED, Pending, Sender
-from stagelink.transport.leases import returned_slots
+from stagelink.transport.slots import returned_slots
 from stagelink_shm.memory import copy_bytes, mapped, new_memory
 from stagelink_shm.notes import Filled, pack_given_up
 

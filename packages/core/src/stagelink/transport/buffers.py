@@ -1,23 +1,27 @@
 """A pool of receive buffers: exact in size, lent until the last view dies, then used again.
 
 A fresh large buffer costs its page faults, several times the copy into it, so a pipeline that
-receives the same shapes again and again must reuse memory. When the last view of a buffer dies,
-its lease is over (see `stagelink.transport.leases`), and its memory is there for the next.
+receives the same shapes again and again must reuse memory.
+
+A lease is a ctypes array over the memory; torch's storage keeps it alive, and with it every view,
+reinterpretation and autograd graph. Its finalizer may run on any thread, in the middle of garbage
+collection, so all it does is to append to a deque.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from stagelink.transport.leases import lease
-
-__all__ = ["BufferPool"]
+__all__ = ["BufferPool", "lease"]
 
 _SMALL_BYTES = 64 * 1024
 
@@ -93,3 +97,22 @@ def _fresh(size_bytes: int) -> torch.Tensor:
     # Private: a forked data-loader worker that holds a received tensor must not see it rewritten.
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def lease(memory: torch.Tensor, size_bytes: int, on_return: Callable[[], object]) -> torch.Tensor:
+    """Lend the first bytes of memory as a flat uint8 tensor; its storage has exactly that size.
+
+    Args:
+        memory: a CPU tensor; it is kept alive.
+        size_bytes: at least 1.
+        on_return: called when the last view has died, on any thread, in the middle of anything:
+            it must take no lock. Not called at exit.
+    """
+    owner = (ctypes.c_ubyte * size_bytes).from_address(memory.data_ptr())
+    weakref.finalize(owner, _end, memory, on_return).atexit = False
+    return torch.frombuffer(owner, dtype=torch.uint8)
+
+
+def _end(memory: torch.Tensor, on_return: Callable[[], object]) -> None:
+    del memory  # kept until now
+    on_return()

@@ -11,10 +11,22 @@ last is the next to be used, and none is made before all that fit are out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import os
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-__all__ = ["Slot", "SlotRing"]
+from stagelink.transport.buffers import lease
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagelink.transport.contract import Port
+
+__all__ = ["Slot", "SlotReturns", "SlotRing", "returned_slots"]
 
 _M = TypeVar("_M")
 
@@ -28,6 +40,11 @@ in all, and at its bound of 1 GiB a link then still lends views of 1 MiB each.""
 
 _WASTE = 4
 """A slot this many times too large is only used where no other can be made."""
+
+_WORD = struct.Struct("<I")
+_UNUSABLE = 1 << 31
+
+_all: dict[int, weakref.ref[SlotReturns]] = {}
 
 
 class Slot(Generic[_M]):
@@ -198,3 +215,97 @@ class SlotRing(Generic[_M]):
         self._bytes -= slot.capacity_bytes
         self._numbers.append(slot.number)
         self._given_up.append(slot.number)
+
+
+class SlotReturns:
+    """The receiving end of a `SlotRing`: lends slots and returns them.
+
+    What is on loan when the process forks is not used again: a data-loader worker that holds a
+    received tensor would see it rewritten. The memory is shared with it all the same: what parent
+    or child write into the tensor, both see.
+
+    Args:
+        port: the link's; the sender's ``on_note`` gets notes for `returned_slots`.
+    """
+
+    def __init__(self, port: Port) -> None:
+        self._port: Port | None = port
+        self._lent: set[int] = set()
+        self._forked: set[int] = set()
+        self._back: deque[int] = deque()
+        self._called = False
+        number = id(self)
+        _all[number] = weakref.ref(self, lambda _: _all.pop(number, None))
+
+    def lend(self, number: int, memory: torch.Tensor, size_bytes: int) -> torch.Tensor:
+        """Lend a slot's message as a tensor; the slot is returned when its last view has died.
+
+        Raises:
+            ValueError: the slot is on loan already.
+        """
+        if number in self._lent:
+            raise ValueError(f"slot {number} came again before it was returned")
+        self._lent.add(number)
+        return lease(memory, size_bytes, partial(self._on_return, number))
+
+    def release(self, number: int) -> None:
+        """Return a slot that was read to its sender.
+
+        Its sender hears of it at the end of this turn of reading: slots that were read in one turn
+        are returned together, in one note.
+        """
+        self._on_return(number)
+
+    def close(self) -> None:
+        """Return no slot any more; a tensor that lives on keeps nothing but its memory."""
+        self._port = None
+
+    def _on_return(self, number: int) -> None:
+        self._back.append(number)
+        port = self._port
+        if port is not None and not self._called:
+            self._called = True
+            port.call(self._tell)
+
+    def _tell(self) -> None:
+        self._called = False
+        words = bytearray()
+        while self._back:
+            try:
+                number = self._back.popleft()
+            except IndexError:  # another thread was faster
+                break
+            self._lent.discard(number)
+            if number in self._forked:
+                self._forked.discard(number)
+                number |= _UNUSABLE
+            words += _WORD.pack(number)
+        port = self._port
+        if words and port is not None:
+            port.note(bytes(words))
+
+    def _mark_forked(self) -> None:
+        self._forked.update(tuple(self._lent))
+
+
+def returned_slots(note: bytes) -> Iterator[tuple[int, bool]]:
+    """Decode a note of `SlotReturns`: each returned slot's number, and whether it is usable.
+
+    Raises:
+        ValueError: it is no such note.
+    """
+    if len(note) % _WORD.size:
+        raise ValueError(f"a note of {len(note)} bytes")
+    for (word,) in _WORD.iter_unpack(note):
+        yield word & ~_UNUSABLE, not word & _UNUSABLE
+
+
+def _mark_all() -> None:
+    for reference in tuple(_all.values()):  # in one step: other threads make and drop some
+        returns = reference()
+        if returns is not None:
+            returns._mark_forked()
+
+
+# Twice: what another thread lends, and what it lets go of, between the two is marked as well.
+os.register_at_fork(before=_mark_all, after_in_parent=_mark_all)
