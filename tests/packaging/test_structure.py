@@ -74,3 +74,16 @@ def test_cycles_are_looked_for_everywhere() -> None:
     rule = CONTRACTS["No import cycle, imports for type checkers included"]
     assert rule["ancestors"] == LINTER["root_packages"]
     assert not LINTER["exclude_type_checking_imports"]
+
+
+def test_modules_that_how_it_works_names_exist() -> None:
+    page = (ROOT / "docs/how-it-works.md").read_text()
+    rooms = "|".join(sorted(room for layer in LAYERS for room in layer))
+    names = re.findall(rf"`((?:{rooms})\.\w+)[`.]", page)
+    assert names
+    core = ROOT / "packages/core/src/stagelink"
+    paths = {name: core / name.replace(".", "/") for name in names}
+    found = {
+        name for name, path in paths.items() if path.is_dir() or path.with_suffix(".py").is_file()
+    }
+    assert set(names) == found
