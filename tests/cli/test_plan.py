@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stagelink.cli import notes
+from stagelink.cli import assumed
 from stagelink.plan import Plan
 from stagelink.schedule import pairs, verify
 from tests.support.pipedream import configuration
@@ -248,7 +248,7 @@ def test_more_memory_than_there_are_numbers_for_is_refused(invoke: Invoke, write
 def test_more_shared_memory_than_the_machine_has_is_noted(
     invoke: Invoke, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notes, "memory_bytes", lambda: 2 * 1048576)
+    monkeypatch.setattr(assumed, "memory_bytes", lambda: 2 * 1048576)
     two = write((1, 1), SHM)
     assert values(invoke("plan", "--json", two))["notes"] == []
     four = write((2, 1), SHM)
@@ -259,14 +259,14 @@ def test_more_shared_memory_than_the_machine_has_is_noted(
     result = invoke("plan", "--json", four)
     assert (result.exit_code, values(result)["notes"]) == (0, [text])
     assert f" note: {text} Verified: " in said(invoke("plan", four))
-    monkeypatch.setattr(notes, "memory_bytes", lambda: None)
+    monkeypatch.setattr(assumed, "memory_bytes", lambda: None)
     assert values(invoke("plan", "--json", four))["notes"] == []
 
 
 def test_memory_is_counted_by_server(
     invoke: Invoke, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notes, "memory_bytes", lambda: 2 * 1048576)
+    monkeypatch.setattr(assumed, "memory_bytes", lambda: 2 * 1048576)
     path = write((2, 2), SHM, servers=[[0, 2], [1, 3]], microbatches=2)
     assert values(invoke("plan", "--json", path))["notes"] == []
 
@@ -498,3 +498,101 @@ def test_the_plan_is_written_as_toml(
     nowhere = invoke("plan", source, "--write-toml", tmp_path / "no" / "where.toml")
     assert nowhere.exit_code == 1
     assert "No such file or directory" in nowhere.stderr
+
+
+# Time slots
+
+ONE_BY_ONE = "0: F0 B0 F2 B2\n1: F1 B1 F3 B3\n2: F0 B0 F1 B1 F2 B2 F3 B3\n"
+HANGS = ONE_BY_ONE.replace("2: F0 B0 F1", "2: F0 F1 F3 F2 B0").replace("F2 B2 F3 B3\n", "B2 B3")
+
+
+def grid_of(result: Result) -> list[str]:
+    """The lines of the grid's parts."""
+    return [line for line in result.stdout.splitlines() if line.startswith(("slot", "a ", "b "))]
+
+
+def test_the_grid_shows_who_does_what_in_which_time_slot(invoke: Invoke, write: Write) -> None:
+    result = invoke("plan", write((2, 1), FAST), "--grid")
+    assert result.exit_code == 0
+    assert grid_of(result)[-4:] == [
+        "slot  0  1  2  3  4  5  6  7  8  9",
+        "a 0  F0 F2  . B0  .  .  . B2  .  .",
+        "a 1  F1 F3  .  .  . B1  .  .  . B3",
+        "b 2   . F0 B0 F1 B1 F2 B2 F3 B3  .",
+    ]
+    assert "Verified" in result.stdout.splitlines()[-1]
+
+
+def test_a_grid_too_wide_is_shown_in_parts(invoke: Invoke, write: Write) -> None:
+    narrow = invoke("plan", write((2, 1), FAST), "--grid", columns=22)
+    assert all(len(line) <= 22 for line in grid_of(narrow) if line.startswith("slot"))
+    parts = [line.split()[1:] for line in grid_of(narrow) if line.startswith("slot")]
+    assert [int(slot) for part in parts for slot in part] == list(range(10))
+
+
+def test_of_a_long_grid_both_ends_are_shown(invoke: Invoke, write: Write) -> None:
+    path = write((1, 1), FAST)
+    long = invoke("plan", path, "--grid", "--microbatches", "1000")
+    left_out = "1602 slots in the middle are left out; --json has them"
+    assert left_out in said(long)
+    assert "F0" in long.stdout
+    assert "B999" in long.stdout
+    slots = values(invoke("plan", path, "--grid", "--microbatches", "1000", "--json"))["grid"]
+    assert [len(row) for row in slots["slots"]] == [2002, 2002]
+
+
+def test_own_lists_of_actions_are_verified_and_shown(
+    invoke: Invoke, write: Write, tmp_path: Path
+) -> None:
+    lists = tmp_path / "lists.txt"
+    lists.write_text(ONE_BY_ONE)
+    arguments = ["plan", write((2, 1), FAST), "--actions", lists, "--grid"]
+    result = invoke(*arguments)
+    assert result.exit_code == 0
+    assert grid_of(result)[-3:] == [
+        "a 0  F0  .  . B0 F2  .  . B2  .  .",
+        "a 1  F1  .  .  .  . B1 F3  .  . B3",
+        "b 2   . F0 B0 F1 B1 F2 B2 F3 B3  .",
+    ]
+    found = values(invoke(*arguments, "--json"))
+    assert (found["verified"], found["grid"]["deadlock"]) == (True, [])
+    assert found["grid"]["slots"][0][:4] == ["F0", None, None, "B0"]
+
+
+def test_a_deadlock_is_marked_where_it_is(invoke: Invoke, write: Write, tmp_path: Path) -> None:
+    lists = tmp_path / "lists.txt"
+    lists.write_text(HANGS)
+    arguments = ["plan", write((2, 1), FAST), "--actions", lists, "--grid"]
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert "! waits in the cycle, ? for one that does" in said(result)
+    assert grid_of(result)[-4:] == [
+        "slot   0   1   2   3",
+        "a 0   F0 B0?   .   .",
+        "a 1   F1 B1!   .   .",
+        "b 2    .  F0  F1 F3!",
+    ]
+    found = values(invoke(*arguments, "--json"))
+    assert found["grid"]["deadlock"] == [1, 2]
+    assert found["grid"]["waits"] == {"0": "B0", "1": "B1", "2": "F3"}
+
+
+def test_lists_that_cannot_be_read_are_told_by_line(
+    invoke: Invoke, write: Write, tmp_path: Path
+) -> None:
+    lists = tmp_path / "lists.txt"
+    lists.write_text("0: F0\n1: G1\n")
+    result = invoke("plan", write((2, 1), FAST), "--actions", lists)
+    assert result.exit_code == 1
+    assert f"Error: {lists}: line 2: 'G1' is no action" in result.stderr
+    lists.write_bytes(b"\xff")
+    result = invoke("plan", write((2, 1), FAST), "--actions", lists)
+    assert "line 1 is not UTF-8 text, as a list must be" in result.stderr
+
+
+def test_wrong_lists_are_refused(invoke: Invoke, write: Write, tmp_path: Path) -> None:
+    lists = tmp_path / "lists.txt"
+    lists.write_text(ONE_BY_ONE.replace("B3", ""))
+    result = invoke("plan", write((2, 1), FAST), "--actions", lists, "--grid")
+    assert result.exit_code == 1
+    assert "Refused: actions of rank 1: B3 is missing" in result.stdout

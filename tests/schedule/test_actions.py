@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stagelink.errors import PlanError
 from stagelink.plan import Plan
-from stagelink.schedule import Action, Kind, actions_for
+from stagelink.schedule import Action, Kind, actions_for, parse_actions
 
 MakePlan = Callable[..., Plan]
 
@@ -98,3 +98,39 @@ def test_no_more_than_warm_up_is_ahead(
 
 def test_an_action_in_short() -> None:
     assert (str(Action(Kind.FORWARD, 1, 3)), str(Action(Kind.BACKWARD, 0, 12))) == ("F3", "B12")
+
+
+# From text
+
+
+@given(st.builds(Action, st.sampled_from(Kind), st.integers(0, 9), st.integers(0, 10**18)))
+def test_an_action_is_read_as_it_is_written(action: Action) -> None:
+    assert Action.parse(str(action), action.stage) == action
+
+
+@pytest.mark.parametrize("text", ["", "F", "f3", "F-1", "F03", "F3 ", "3F", "X3", "F³", "F1.0"])
+def test_what_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="is no action: F or B and the number of a microbatch"):
+        Action.parse(text, 0)
+
+
+def test_lists_are_read_as_they_are_written(make_plan: MakePlan) -> None:
+    plan = make_plan([2, 3])
+    lists = {rank: actions_for(plan, rank, 7, (1, 0)) for rank in range(5)}
+    text = "".join(f"{rank}: {written(actions)}\n" for rank, actions in lists.items())
+    assert parse_actions(plan, text) == lists
+    assert parse_actions(plan, text.replace(" ", ",\t") + "\n# no more\n") == lists
+
+
+def test_every_wrong_line_is_told(make_plan: MakePlan) -> None:
+    text = "0: F0 B0\n1 F1\n2: F0 X1\n0: F1\n-1: F0\n9: F0\n1: # nothing\n"
+    with pytest.raises(PlanError) as caught:
+        parse_actions(make_plan([2, 1]), text, where="lists.txt")
+    line = "must be a rank and its actions, as in 0: F0 F1 B0 B1"
+    assert str(caught.value).splitlines() == [
+        f"lists.txt: line 2: '1 F1': {line}",
+        "lists.txt: line 3: 'X1' is no action: F or B and the number of a microbatch, as in F3",
+        "lists.txt: line 4: rank 0 has a list already",
+        f"lists.txt: line 5: '-1: F0': {line}",
+        "lists.txt: line 6: there is no rank 9; the plan's ranks are 0 to 2",
+    ]

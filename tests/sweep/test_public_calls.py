@@ -92,6 +92,11 @@ ALONE_CALLS = [
         {"rank": _always(0), "world_size": _always(2)},
     ),
     Call(
+        "Action.parse",
+        lambda _, **given: stagelink.Action.parse(**given),
+        {"text": _always("F3"), "stage": _always(0)},
+    ),
+    Call(
         "verify",
         lambda _, **given: stagelink.verify(**given),
         {"plan": _always(PLAN), "microbatches": _always(3), "actions": _always(None)},

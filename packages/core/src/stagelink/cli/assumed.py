@@ -11,17 +11,19 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.cli.notes import idle_options, too_much_memory
+from rich.filesize import decimal
+
 from stagelink.errors import StagelinkError, UnknownTransportError
 from stagelink.plugins.choice import asked_for, asker, choose, device_of
 from stagelink.plugins.offers import End, survey
 from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import message_bytes, pairs
+from stagelink.text import did_you_mean
 from stagelink.transport.contract import Link
-from stagelink.transport.host import server_id
+from stagelink.transport.host import memory_bytes, server_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from stagelink.plan import Edge, Plan
     from stagelink.plugins.choice import Asker, Choice, Refusal
@@ -136,7 +138,7 @@ def assume(plan: Plan, result: Verification) -> Assumed:
         link: here.found.footprint(link.transport, *load) for link, load in loads.items()
     }
     memory = {link: one for link, one in footprints.items() if one is not None}
-    notes = [*idle_options(plan, here.plugins), *too_much_memory(plan, memory)]
+    notes = [*_idle_options(plan, here.plugins), *_too_much_memory(plan, memory)]
     return Assumed(links, memory, notes)
 
 
@@ -165,7 +167,7 @@ def check_here(plan: Plan, *, alone: bool) -> list[str]:
                 raise
             except StagelinkError:  # the ranks have the last word, in their own environment
                 continue
-    return [*idle_options(plan, here.plugins)]
+    return [*_idle_options(plan, here.plugins)]
 
 
 def _look(plan: Plan) -> _Here:
@@ -211,3 +213,28 @@ def _outcome(plan: Plan, edge: Edge, ends: tuple[End, End], ask: Asker) -> Outco
 def _decided_by(choice: Choice) -> str:
     rule = [] if choice.rule is None else [f"links[{choice.rule}]"]
     return ", ".join([*rule, *(["auto"] if choice.auto else [])])
+
+
+def _idle_options(plan: Plan, plugins: Plugins) -> Iterator[str]:
+    """Options of transports that no rule names and that only another machine could have."""
+    known = {*plugins.known, *plugins.transports.disabled}
+    named = {name for rule in plan.rules for name in rule.transports}
+    for name in plan.transports:
+        if name not in known | named:
+            yield (
+                f"transports.{name} is not used here: no transport of that name is installed on "
+                f"this machine, and no rule names it{did_you_mean(name, plugins.known)}"
+            )
+
+
+def _too_much_memory(plan: Plan, memory: Mapping[Link, Footprint]) -> Iterator[str]:
+    """Whether links of one server may take more shared memory than there is."""
+    by_server = defaultdict[int | None, int](int)
+    for link, footprint in memory.items():
+        by_server[plan.server_of(link.source)] += footprint.size_bytes
+    most, machine = max(by_server.values(), default=0), memory_bytes()
+    if machine is not None and most > machine:
+        yield (
+            f"the links of one server may take {decimal(most)} of shared memory together, and "
+            f"this machine has {decimal(machine)}; it is taken only as it is needed"
+        )

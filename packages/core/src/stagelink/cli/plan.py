@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +11,18 @@ import click
 import tomli_w
 
 from stagelink.cli.assumed import assume
+from stagelink.cli.grid import grid_texts, grid_values
 from stagelink.cli.output import plan_file, plugins_print_to_stderr, print_json, print_parts
 from stagelink.cli.plan_tables import plan_tables
 from stagelink.plan import Plan
-from stagelink.plan.files import is_json, read_mapping
-from stagelink.schedule import free_warm_up, verify
+from stagelink.plan.files import is_json, read_mapping, read_text
+from stagelink.schedule import free_warm_up, grid, parse_actions, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from stagelink.cli.assumed import Assumed, AssumedLink
-    from stagelink.schedule import Verification
+    from stagelink.schedule import Action, Grid, Verification
 
 __all__ = ["plan_command"]
 
@@ -31,6 +33,11 @@ class _Report:
     result: Verification
     assumed: Assumed
     problem: str | None
+    actions: Mapping[int, Sequence[Action]] | None
+
+    def grid(self) -> Grid:
+        """The time slots of the session."""
+        return grid(self.plan, self.result, self.actions)
 
 
 @click.command("plan")
@@ -47,14 +54,24 @@ class _Report:
     metavar="FILE",
     help="Write the plan as TOML to a new file as well, from PipeDream's JSON say.",
 )
+@click.option(
+    "--actions",
+    type=plan_file,
+    metavar="FILE",
+    help="Lists of actions instead of the schedule's: lines of a rank and its actions, as in "
+    "0: F0 F1 B0 B1.",
+)
+@click.option(
+    "--grid", "with_grid", is_flag=True, help="Print what each rank does in which time slot."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.pass_context
 def plan_command(
-    ctx: click.Context,
     config: str,
     microbatches: int | None,
     write_toml: str | None,
+    actions: str | None,
     *,
+    with_grid: bool,
     as_json: bool,
 ) -> None:
     """Say what the plan in CONFIG means, and whether it can run.
@@ -70,12 +87,19 @@ def plan_command(
     if write_toml is not None:
         _write_toml(config, write_toml)
     with plugins_print_to_stderr():
-        report = _look_at(plan, config)
+        report = _look_at(plan, config, _own_actions(plan, actions))
     if as_json:
-        print_json(_as_json(report))
+        more = {"grid": grid_values(report.grid())} if with_grid else {}
+        print_json({**_as_json(report), **more})
     else:
-        print_parts(plan_tables(plan, report.result, report.assumed, report.problem))
-    ctx.exit(0 if report.problem is None else 1)
+        *parts, last = plan_tables(
+            plan, report.result, report.assumed, report.problem, report.actions
+        )
+        width = shutil.get_terminal_size().columns
+        grid = grid_texts(plan, report.grid(), width) if with_grid else ()
+        print_parts([*parts, *grid, last])
+    if report.problem is not None:
+        raise click.exceptions.Exit(1)
 
 
 def _write_toml(config: str, target: str) -> None:
@@ -93,13 +117,19 @@ def _write_toml(config: str, target: str) -> None:
         raise click.FileError(target, error.strerror) from error
 
 
-def _look_at(plan: Plan, config: str) -> _Report:
-    result = verify(plan)
+def _own_actions(plan: Plan, path: str | None) -> dict[int, list[Action]] | None:
+    if path is None:
+        return None
+    return parse_actions(plan, read_text(path, "list"), where=path)
+
+
+def _look_at(plan: Plan, config: str, actions: Mapping[int, Sequence[Action]] | None) -> _Report:
+    result = verify(plan, None if actions is None else plan.microbatches, actions)
     assumed = assume(plan, result)
     by_hand = any(stage.warm_up is not None for stage in plan.stages)
     remedy = _depth_map(plan) if result.problem and by_hand and is_json(config) else None
     problems = [result.problem, remedy, _link_problem(assumed.links)]
-    return _Report(plan, result, assumed, "\n".join(filter(None, problems)) or None)
+    return _Report(plan, result, assumed, "\n".join(filter(None, problems)) or None, actions)
 
 
 def _depth_map(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import defaultdict
 from operator import attrgetter
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 from rich.text import Text
 
-from stagelink.cli.by_hand import window_by_hand
 from stagelink.cli.output import new_table
+from stagelink.schedule import verify
 from stagelink.text import ranges
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from stagelink.cli.assumed import Assumed, AssumedLink, Outcome
     from stagelink.plan import Plan, Stage
-    from stagelink.schedule import Verification
+    from stagelink.schedule import Action, Verification
     from stagelink.transport.contract import Footprint, Link
 
 __all__ = ["plan_tables"]
@@ -31,7 +32,11 @@ _MOST_OF_A_REASON = 100
 
 
 def plan_tables(
-    plan: Plan, result: Verification, assumed: Assumed, problem: str | None
+    plan: Plan,
+    result: Verification,
+    assumed: Assumed,
+    problem: str | None,
+    actions: Mapping[int, Sequence[Action]] | None,
 ) -> Iterator[Text | Table]:
     """What to print, from top to bottom.
 
@@ -40,6 +45,7 @@ def plan_tables(
         result: of its verification.
         assumed: its links.
         problem: why it cannot run; None where it can.
+        actions: those that were verified, if not the schedule's.
     """
     yield _heading(plan)
     yield _stages(plan, result)
@@ -47,7 +53,7 @@ def plan_tables(
     yield _links(plan, assumed.links)
     if assumed.memory:
         yield Text(_shared_memory(assumed.memory))
-    by_hand = window_by_hand(plan, result)
+    by_hand = _window_by_hand(plan, result, actions)
     if by_hand is not None:
         yield Text(by_hand)
     for note in assumed.notes:
@@ -172,3 +178,26 @@ def _conclusion(plan: Plan, result: Verification, problem: str | None) -> Iterat
         yield Text.assemble(("Verified: ", "bold green"), f"{found}.")
     if problem is not None:
         yield Text.assemble(("Refused: ", "bold red"), problem)
+
+
+def _window_by_hand(
+    plan: Plan, result: Verification, actions: Mapping[int, Sequence[Action]] | None
+) -> str | None:
+    """What a window set by hand changes, in words; None where none was."""
+    if plan.window is None:
+        return None
+    own = verify(dataclasses.replace(plan, window=None), result.microbatches, actions)
+    return f"window = {plan.window} by hand: {'; '.join(_differences(plan, result, own))}"
+
+
+def _differences(plan: Plan, result: Verification, own: Verification) -> Iterator[str]:
+    others = sorted(set(own.windows))
+    yield f"the schedule's own windows are {', '.join(map(str, others)) or 'none'}"
+    if result.ok and own.ok:
+        changed = result.rounds != own.rounds
+        without = f"instead of {own.rounds}" if changed else "as without"
+        yield f"all {result.microbatches} microbatches take {result.rounds} rounds, {without}"
+    for rank in range(plan.world_size):
+        here, there = result.receive_bytes[rank], own.receive_bytes[rank]
+        if here is not None and there is not None and here != there:
+            yield f"rank {rank} may have to hold {decimal(here)} instead of {decimal(there)}"

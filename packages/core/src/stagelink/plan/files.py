@@ -10,7 +10,7 @@ from typing import Any
 from stagelink.errors import PlanError
 from stagelink.plan.pipedream import parse_pipedream
 
-__all__ = ["is_json", "parse_toml", "read_mapping"]
+__all__ = ["is_json", "parse_toml", "read_mapping", "read_text"]
 
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
         PlanError: the file cannot be read, or is not what its name says.
     """
     parse = parse_pipedream if is_json(path) else parse_toml
-    return parse(_read_text(path), os.fspath(path))
+    return parse(read_text(path, "plan"), os.fspath(path))
 
 
 def is_json(path: str | os.PathLike[str]) -> bool:
@@ -28,18 +28,27 @@ def is_json(path: str | os.PathLike[str]) -> bool:
     return Path(path).suffix.lower() == ".json"
 
 
-def _read_text(path: str | os.PathLike[str]) -> str:
+def read_text(path: str | os.PathLike[str], what: str) -> str:
+    """The text of a file.
+
+    Args:
+        path: the file.
+        what: a word for it.
+
+    Raises:
+        PlanError: it cannot be read, or is no UTF-8 text.
+    """
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise PlanError(f"{path}: the plan cannot be read: {reason}") from error
+        raise PlanError(f"{path}: the {what} cannot be read: {reason}") from error
     try:
         # Editors on Windows like to begin a file with a byte order mark, which TOML does not know.
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise PlanError(f"{path}: line {line} is not UTF-8 text, as a plan must be") from error
+        raise PlanError(f"{path}: line {line} is not UTF-8 text, as a {what} must be") from error
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:

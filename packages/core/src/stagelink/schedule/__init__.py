@@ -10,6 +10,7 @@ from stagelink.schedule.actions import (
     actions_for,
     actions_of,
 )
+from stagelink.schedule.checks import parse_actions
 from stagelink.schedule.memory import message_bytes
 from stagelink.schedule.routing import (
     microbatches_of,
@@ -21,7 +22,7 @@ from stagelink.schedule.routing import (
     replica_for,
 )
 from stagelink.schedule.search import free_warm_up
-from stagelink.schedule.verify import Verification, check_microbatches, require, verify
+from stagelink.schedule.verify import Grid, Verification, check_microbatches, grid, require, verify
 from stagelink.schedule.versions import rounds_per_update, version_for
 from stagelink.schedule.walk import Walked, walk
 from stagelink.schedule.warmup import (
@@ -34,6 +35,7 @@ from stagelink.schedule.warmup import (
 __all__ = [
     "UNTIL_END",
     "Action",
+    "Grid",
     "Kind",
     "Mode",
     "Verification",
@@ -44,11 +46,13 @@ __all__ = [
     "choose_warm_up",
     "default_warm_up",
     "free_warm_up",
+    "grid",
     "least_warm_up",
     "message_bytes",
     "microbatches_of",
     "most_of_one",
     "pairs",
+    "parse_actions",
     "peers",
     "period",
     "rank_for",

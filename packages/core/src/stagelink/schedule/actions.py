@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from stagelink.arguments import COUNT, NAME, checked
+from stagelink.errors import PlanError
 from stagelink.schedule.routing import microbatches_of
+from stagelink.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +23,8 @@ __all__ = ["UNTIL_END", "Action", "Kind", "Mode", "actions_for", "actions_of"]
 
 UNTIL_END = 2**63 - 1
 """In place of a number of microbatches: as many as the data of the first stage make."""
+
+_SHORT_FORM = re.compile(r"([FB])(0|[1-9][0-9]{0,18})")
 
 Mode: TypeAlias = Literal["train", "evaluate"]
 """What a session is for: training by the plan's schedule, or forwards alone."""
@@ -52,6 +58,25 @@ class Action:
     def __str__(self) -> str:
         """Short form as in ``F3`` or ``B0``."""
         return f"{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    @checked(text=NAME, stage=COUNT)
+    def parse(cls, text: str, stage: int) -> Action:
+        """The action of a stage whose short form this is; `parse_actions` reads whole lists.
+
+        Args:
+            text: as in ``F3`` or ``B0``.
+            stage: index of the stage.
+
+        Raises:
+            PlanError: it is not one.
+        """
+        found = _SHORT_FORM.fullmatch(text)
+        if found is None:
+            raise PlanError(
+                f"{shown(text)} is no action: F or B and the number of a microbatch, as in F3"
+            )
+        return cls(Kind(found[1]), stage, int(found[2]))
 
 
 def actions_for(

@@ -1,18 +1,63 @@
-"""Checks of a user's own lists of actions: each microbatch once, by its rank, and F before B."""
+"""Lists of actions of a user's own: read from text, and checked.
+
+Each microbatch comes once, on its rank, and F before B.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stagelink.arguments import NAME, checked, instance
+from stagelink.errors import PlanError
+from stagelink.plan import Plan
 from stagelink.schedule.actions import Action, Kind
 from stagelink.schedule.routing import microbatches_of, rank_for
+from stagelink.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from stagelink.plan import Plan
+__all__ = ["action_problems", "parse_actions"]
 
-__all__ = ["action_problems"]
+
+@checked(plan=instance(Plan, "a Plan"), text=NAME, where=NAME)
+def parse_actions(plan: Plan, text: str, *, where: str = "actions") -> dict[int, list[Action]]:
+    """Read lists of actions by rank, to verify and to train with.
+
+    Each line has a rank and its actions in order, as in ``0: F0 F1 B0 B1``. Spaces, commas and
+    empty lines mean nothing; ``#`` begins a comment.
+
+    Args:
+        plan: whose ranks do them.
+        text: the lines.
+        where: what errors call it; each of their lines begins with it.
+
+    Raises:
+        PlanError: with a line for each that cannot be read.
+    """
+    found: dict[int, list[Action]] = {}
+    problems = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if content:
+            try:
+                rank, actions = _parsed(plan, content)
+                if rank in found:
+                    problems.append(f"{where}: line {number}: rank {rank} has a list already")
+                found[rank] = actions
+            except PlanError as error:
+                problems.append(f"{where}: line {number}: {error}")
+    if problems:
+        raise PlanError("\n".join(problems))
+    return found
+
+
+def _parsed(plan: Plan, line: str) -> tuple[int, list[Action]]:
+    rank, colon, actions = line.partition(":")
+    if not colon or not rank.strip().isdecimal():
+        raise PlanError(f"{shown(line)}: must be a rank and its actions, as in 0: F0 F1 B0 B1")
+    stage = plan.stage_of(int(rank)).index
+    return int(rank), [Action.parse(word, stage) for word in actions.replace(",", " ").split()]
 
 
 def action_problems(

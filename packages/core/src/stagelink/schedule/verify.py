@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.arguments import MAPPING, checked, instance, optional
 from stagelink.errors import PlanError, VerificationError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stagelink.schedule.actions import Action, Mode
     from stagelink.schedule.walk import Walked
 
-__all__ = ["Verification", "check_microbatches", "require", "verify"]
+__all__ = ["Grid", "Verification", "check_microbatches", "grid", "require", "verify"]
 
 _MOST_PROBLEMS = 20
 
@@ -60,6 +60,22 @@ class Verification:
     def ok(self) -> bool:
         """Whether the plan can run."""
         return self.problem is None
+
+
+class Grid(NamedTuple):
+    """Actions of a training session by rank and time slot, if each takes one and messages none.
+
+    Attributes:
+        rows: by rank, the action that ends in a slot, by the slot's number from 0.
+        waits: the action that a rank never ends, by rank; empty where there is no deadlock.
+        cycle: the ranks that wait for each other; others wait for these.
+        slots: how many there are.
+    """
+
+    rows: tuple[Mapping[int, Action], ...]
+    waits: Mapping[int, Action]
+    cycle: frozenset[int]
+    slots: int
 
 
 @checked(plan=instance(Plan, "a Plan"), actions=optional(MAPPING))
@@ -102,8 +118,7 @@ def verify(
     programs, problems = _programs(plan, count, warm_up, actions)
     by_need = actions is not None and plan.window is None
     given = None if by_need else training_windows(plan, count, warm_up)
-    mode: Mode = "evaluate" if plan.schedule == "forward" else "train"
-    walked = walk(plan, programs, count, given, mode=mode, synchronise=plan.asynchronous)
+    walked = _walked(plan, programs, count, given)
     # What a walk without windows had in flight is enough for every other order of the same lists.
     windows = at_least_two(walked.peaks) if given is None else given
     forward = windows if plan.schedule == "forward" else forward_windows(plan)
@@ -125,6 +140,27 @@ def require(result: Verification) -> Verification:
     if result.problem is not None:
         raise VerificationError(result.problem)
     return result
+
+
+def grid(
+    plan: Plan, result: Verification, actions: Mapping[int, Sequence[Action]] | None = None
+) -> Grid:
+    """The time slots of the session that was verified.
+
+    Args:
+        plan: the plan.
+        result: of `verify`.
+        actions: those that were verified, if not the schedule's; wrong lists have no slots.
+    """
+    programs, _ = _programs(plan, result.microbatches, result.warm_up, actions)
+    walked = _walked(plan, programs, result.microbatches, result.windows)
+    rows = [
+        dict(zip(ends, program, strict=False))
+        for ends, program in zip(walked.ends, programs, strict=True)
+    ]
+    waits = {wait.rank: wait.action for wait in walked.waits}
+    ring = frozenset(wait.rank for wait in cycle(walked.waits)) if waits else frozenset[int]()
+    return Grid(tuple(rows), waits, ring, walked.rounds)
 
 
 def check_microbatches(plan: Plan, microbatches: object) -> int:
@@ -153,6 +189,13 @@ def _programs(
         return [actions_for(plan, rank, microbatches, warm_up) for rank in ranks], []
     problems = list(action_problems(plan, microbatches, actions))
     return [() if problems else actions.get(rank, ()) for rank in ranks], problems
+
+
+def _walked(
+    plan: Plan, programs: Sequence[Sequence[Action]], count: int, windows: Sequence[int] | None
+) -> Walked:
+    mode: Mode = "evaluate" if plan.schedule == "forward" else "train"
+    return walk(plan, programs, count, windows, mode=mode, synchronise=plan.asynchronous)
 
 
 def _deadlock(plan: Plan, walked: Walked, windows: Sequence[int]) -> Iterator[str]:

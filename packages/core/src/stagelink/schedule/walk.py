@@ -41,11 +41,13 @@ class Walked:
         waits: the ranks that never got through, ascending; empty where all did.
         peaks: per edge, the most messages that were ever in flight between two ranks on it.
         rounds: how many rounds it took: the time, if actions took equal time and messages none.
+        ends: by rank, the round of each action that it got through, from 0.
     """
 
     waits: tuple[Wait, ...]
     peaks: tuple[int, ...]
     rounds: int
+    ends: tuple[tuple[int, ...], ...]
 
 
 def walk(
@@ -81,7 +83,7 @@ def walk(
 class _Walker:
     """Where one rank is: which action, which part of it, and the token it waits for."""
 
-    __slots__ = ("action", "awaited", "part", "program", "rank", "stage")
+    __slots__ = ("action", "awaited", "ends", "part", "program", "rank", "stage")
 
     def __init__(self, rank: int, stage: Stage, program: Sequence[Action]) -> None:
         self.rank = rank
@@ -90,6 +92,7 @@ class _Walker:
         self.action = 0
         self.part = 0
         self.awaited = _NONE
+        self.ends: list[int] = []
 
 
 class _Walk:
@@ -109,6 +112,7 @@ class _Walk:
         self._tokens = Tokens(plan, microbatches)
         self._counts = self._tokens.at_start(windows)
         self._given: list[tuple[int, int]] = []
+        self._round = 0
         self._peaks = [0] * len(plan.edges)
         self._at_barrier = [0] * len(plan.stages)
         self._idle: list[list[int]] = [[] for _ in plan.stages]
@@ -143,13 +147,13 @@ class _Walk:
             for rank, program in enumerate(programs)
         ]
         ready = [walker for walker in walkers if self._has_more(walker)]
-        rounds = 0
         while ready:
-            rounds += 1
             ready = [walker for walker in ready if self._turn(walker)]
             ready += self._wake(walkers)
+            self._round += 1
         waits = [self._wait_of(walker, walkers) for walker in walkers if walker.awaited != _NONE]
-        return Walked(tuple(waits), tuple(self._peaks), rounds)
+        ends = tuple(tuple(walker.ends) for walker in walkers)
+        return Walked(tuple(waits), tuple(self._peaks), self._round, ends)
 
     def _turn(self, walker: _Walker) -> bool:
         """Go on with the rank's action, to its end or to a wait; whether it can go on after."""
@@ -162,6 +166,7 @@ class _Walk:
                 return False
         walker.part = 0
         walker.action += 1
+        walker.ends.append(self._round)
         return self._has_more(walker)
 
     def _has_more(self, walker: _Walker) -> bool:
