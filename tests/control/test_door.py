@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from stagelink.control import door as door_module
-from stagelink.control.framing import Framing
+from stagelink.control.framing import PROOF_BYTES, Framing, Proof
 from stagelink.control.plane import Plane
-from stagelink.control.proof import PROOF_BYTES, Proof
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, PeerLostError, ProtocolError
 from stagelink.testing import run_threads

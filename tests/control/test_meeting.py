@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.distributed import HashStore
 
-from stagelink.control.fields import encode
+from stagelink.control.framing import encode
 from stagelink.control.meeting import Meeting
 from stagelink.control.plane import Plane
 from stagelink.control.rendezvous import Rendezvous

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stagelink.control.connection import Connection, Frame
-from stagelink.control.fields import decode, encode
+from stagelink.control.framing import PROOF_BYTES, decode, encode
 from stagelink.control.plane import Plane
-from stagelink.control.proof import PROOF_BYTES
 from stagelink.deadline import Deadline
 from stagelink.errors import (
     AbortedError,

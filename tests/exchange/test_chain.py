@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stagelink
-from stagelink.control.fields import encode
+from stagelink.control.framing import encode
 from stagelink.testing import report, run_threads
 from stagelink.transport.header import Direction, Header, MessageKind
 from tests.support.pipelines import LOOPBACK, SHM, document, joined, line, start_to_ends

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stagelink.control.fields import decode, encode
+from stagelink.control.framing import decode, encode
 from stagelink.deadline import Deadline
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import Direction, Header, MessageKind

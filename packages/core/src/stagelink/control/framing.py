@@ -6,22 +6,36 @@ proof behind it, and nothing else is read, let alone parsed, before the proof wa
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from stagelink.control.proof import PROOF_BYTES
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import HEADER_BYTES, Header, MessageKind
 
-__all__ = ["MAX_FDS", "READ_BYTES", "Frame", "Framing", "close_all"]
+__all__ = [
+    "MAX_FDS",
+    "PROOF_BYTES",
+    "READ_BYTES",
+    "Frame",
+    "Framing",
+    "Proof",
+    "close_all",
+    "decode",
+    "encode",
+]
 
 MAX_FDS = 253
 """File descriptors that one frame may carry: what the kernel takes at once."""
 
 READ_BYTES = 64 * 1024
 """The most bytes of a connection that are read at once."""
+
+PROOF_BYTES = 32
+"""What comes first in the note of every HELLO."""
 
 
 class Frame(NamedTuple):
@@ -37,6 +51,29 @@ class Frame(NamedTuple):
         fds = tuple(self.fds)
         self.fds.clear()
         return fds
+
+
+class Proof:
+    """A job's secret: what this rank shows, and what it wants to be shown.
+
+    Args:
+        token: the secret, from the store; `PROOF_BYTES` ASCII characters.
+
+    Attributes:
+        shown: what HELLO begins with.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.shown = token.encode("ascii").ljust(PROOF_BYTES)[:PROOF_BYTES]
+
+    def check(self, shown: bytes) -> None:
+        """Look at what another rank shows, in a time that does not tell how much of it is right.
+
+        Raises:
+            ProtocolError: it is not this job's.
+        """
+        if not hmac.compare_digest(shown, self.shown):
+            raise ProtocolError("HELLO without this job's token")
 
 
 class Framing:
@@ -142,3 +179,23 @@ def close_all(fds: Iterable[int]) -> None:
     """Close descriptors that nobody will take."""
     for fd in fds:
         os.close(fd)
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """Fields as bytes."""
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def decode(data: bytes | str) -> dict[str, Any]:
+    """The fields that `encode` was given.
+
+    Raises:
+        ProtocolError: the bytes are no JSON object.
+    """
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"damaged message: {error}") from None
+    if not isinstance(fields, dict):
+        raise ProtocolError("damaged message: no object")
+    return fields

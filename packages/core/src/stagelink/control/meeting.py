@@ -13,14 +13,13 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from stagelink.control.fields import decode, encode
+from stagelink.control.framing import Proof, decode, encode
 from stagelink.control.listening import listen, own_address_by
-from stagelink.control.missing import wait_for_ranks
-from stagelink.control.proof import Proof
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
 from stagelink.transport.header import VERSION
 from stagelink.transport.host import process_id, server_id
@@ -30,14 +29,16 @@ if TYPE_CHECKING:
     from stagelink.control.connection import Connection, Frame
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
-    from stagelink.deadline import Deadline
     from stagelink.plan.document import Control
     from stagelink.transport.addresses import Address
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "wait_for_ranks"]
 
 logger = logging.getLogger("stagelink")
 _BACKLOG = 4096
+_TELL_S = 0.25
+"""How long a rank has waited for others when it leaves word of that."""
+
 _USER_TIMEOUT_MS = 10_000
 _OTHER_INTERFACE = "; [control] interface names another interface for it to listen at"
 _UNIX = sys.platform == "linux"  # abstract addresses and peer credentials
@@ -248,3 +249,40 @@ def _tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def wait_for_ranks(
+    plane: Plane,
+    rendezvous: Rendezvous,
+    step: str,
+    absent: Callable[[], Collection[int]],
+    deadline: Deadline,
+) -> None:
+    """Block until no rank is absent any more, while connecting.
+
+    Args:
+        plane: reads meanwhile.
+        rendezvous: where this rank leaves word of whom it waits for.
+        step: what is waited for from each.
+        absent: who has not sent it yet; called with the plane's lock held.
+        deadline: for all.
+
+    Raises:
+        ConnectError: the deadline passed; it names those who keep the others waiting.
+        StagelinkError: as `Plane.wait`.
+    """
+    look_s = min(_TELL_S, deadline.seconds / 4)
+    told: list[int] = []
+    while not plane.wait(lambda: not absent(), Deadline(min(look_s, deadline.remaining_s))):
+        with plane.lock:
+            late = sorted(absent())
+        # These steps are too short for the wait itself to come to it: one of those that this
+        # rank waits for may have failed, and have no connection by which to say so.
+        if plane.reader.on_long_wait is not None:
+            plane.reader.on_long_wait()
+        if deadline.passed:
+            raise rendezvous.late(step, late, deadline)
+        if late != told:
+            rendezvous.tell_wait(step, late)
+            told = late
+        rendezvous.find_failure(plane.fail_as_told)  # of a rank that no connection reaches yet

@@ -9,22 +9,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 from stagelink.transport.host import process_id
 
-if TYPE_CHECKING:
-    from stagelink.control.plane import Plane
-    from stagelink.control.rendezvous import Rendezvous
-
-__all__ = ["Holder", "late_ranks", "listed", "wait_for_ranks"]
-
-_TELL_S = 0.25
-"""How long a rank has waited for others when it leaves word of that."""
+__all__ = ["Holder", "late_ranks", "listed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,40 +115,3 @@ def _state(rank: int, holder: Holder | None) -> str:
         f"rank {rank} came ({holder.name}) and does not go on (is it stopped, or does it hang? "
         "its stack or its output tells)"
     )
-
-
-def wait_for_ranks(
-    plane: Plane,
-    rendezvous: Rendezvous,
-    step: str,
-    absent: Callable[[], Collection[int]],
-    deadline: Deadline,
-) -> None:
-    """Block until no rank is absent any more, while connecting.
-
-    Args:
-        plane: reads meanwhile.
-        rendezvous: where this rank leaves word of whom it waits for.
-        step: what is waited for from each.
-        absent: who has not sent it yet; called with the plane's lock held.
-        deadline: for all.
-
-    Raises:
-        ConnectError: the deadline passed; it names those who keep the others waiting.
-        StagelinkError: as `Plane.wait`.
-    """
-    look_s = min(_TELL_S, deadline.seconds / 4)
-    told: list[int] = []
-    while not plane.wait(lambda: not absent(), Deadline(min(look_s, deadline.remaining_s))):
-        with plane.lock:
-            late = sorted(absent())
-        # These steps are too short for the wait itself to come to it: one of those that this
-        # rank waits for may have failed, and have no connection by which to say so.
-        if plane.reader.on_long_wait is not None:
-            plane.reader.on_long_wait()
-        if deadline.passed:
-            raise rendezvous.late(step, late, deadline)
-        if late != told:
-            rendezvous.tell_wait(step, late)
-            told = late
-        rendezvous.find_failure(plane.fail_as_told)  # of a rank that no connection reaches yet

@@ -20,7 +20,7 @@ from stagelink.control.chain import Chain
 from stagelink.control.connection import Connection, Frame, close_all
 from stagelink.control.door import Door
 from stagelink.control.failure import Failure
-from stagelink.control.fields import decode, encode
+from stagelink.control.framing import decode, encode
 from stagelink.control.reader import Reader
 from stagelink.control.watches import readable, writable
 from stagelink.deadline import Deadline

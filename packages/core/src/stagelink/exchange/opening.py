@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
-from stagelink.control.fields import decode, encode
+from stagelink.control.framing import decode, encode
 from stagelink.deadline import Deadline
 from stagelink.errors import DisagreementError, PlanError, ProtocolError
 from stagelink.schedule import UNTIL_END, check_microbatches

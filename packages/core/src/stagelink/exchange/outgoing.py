@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stagelink.control.chain import Awaited
-from stagelink.control.fields import encode
+from stagelink.control.framing import encode
 from stagelink.errors import DeadlineError, ProtocolError, StagelinkError
 from stagelink.transport.header import Direction, Header, MessageKind
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.control.fields import decode
+from stagelink.control.framing import decode
 from stagelink.errors import PeerClosedError, ProtocolError
 from stagelink.transport.header import MessageKind
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from stagelink.control.fields import encode
+from stagelink.control.framing import encode
 
 if TYPE_CHECKING:
     import threading

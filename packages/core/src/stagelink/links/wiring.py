@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stagelink.control.fields import decode, encode
-from stagelink.control.missing import wait_for_ranks
+from stagelink.control.framing import decode, encode
+from stagelink.control.meeting import wait_for_ranks
 from stagelink.errors import (
     ClosedError,
     DisagreementError,
