@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stagelink.errors import DisagreementError
-from stagelink.interop.pipedream.turns import Turns
+from stagelink.interop.pipedream.assignment import Assignment
 from tests.interop.pipedream_driver import Job, drive
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def test_the_walk_is_the_table() -> None:
 @pytest.mark.parametrize("previous", range(1, 9))
 def test_turns_are_the_walk_for_every_pair(previous: int) -> None:
     for here in range(1, 9):
-        turns = Turns([[2 * here] * previous, [2 * previous] * here])
-        place = {g: (r, f) for r, own in enumerate(turns.mine[0]) for f, g in enumerate(own)}
-        for replica, own in enumerate(turns.mine[1]):
+        assignment = Assignment([[2 * here] * previous, [2 * previous] * here])
+        place = {g: (r, f) for r, own in enumerate(assignment.mine[0]) for f, g in enumerate(own)}
+        for replica, own in enumerate(assignment.mine[1]):
             assert [place[g] for g in own] == walked(previous, here, replica, 2 * previous)
 
 
@@ -87,31 +87,31 @@ def test_turns_are_the_walk_from_each_stage_to_the_next(shape: tuple[int, ...]) 
     total = 1
     for replicas in shape:
         total *= replicas
-    turns = Turns([[2 * total // replicas] * replicas for replicas in shape])
+    assignment = Assignment([[2 * total // replicas] * replicas for replicas in shape])
     for stage in range(1, len(shape)):
-        before = turns.mine[stage - 1]
+        before = assignment.mine[stage - 1]
         place = {g: (r, f) for r, own in enumerate(before) for f, g in enumerate(own)}
-        for replica, own in enumerate(turns.mine[stage]):
+        for replica, own in enumerate(assignment.mine[stage]):
             expected = walked(shape[stage - 1], shape[stage], replica, len(own))
             assert [place[g] for g in own] == expected
 
 
 def test_each_replica_has_what_it_asked_for() -> None:
     counts = [[5, 3], [1, 0, 7], [4, 4]]
-    turns = Turns(counts)
-    assert turns.total == 8
-    for stage, own in enumerate(turns.mine):
+    assignment = Assignment(counts)
+    assert assignment.total == 8
+    for stage, own in enumerate(assignment.mine):
         assert [len(mine) for mine in own] == counts[stage]
         assert sorted(g for mine in own for g in mine) == list(range(8))
         for replica, mine in enumerate(own):
-            assert {turns.replicas[stage][g] for g in mine} <= {replica}
-    assert Turns([[3], [0, 1, 2]]).mine == [[[0, 1, 2]], [[], [0], [1, 2]]]
-    assert Turns([[0, 0], [0]]).mine == [[[], []], [[]]]
+            assert {assignment.replicas[stage][g] for g in mine} <= {replica}
+    assert Assignment([[3], [0, 1, 2]]).mine == [[[0, 1, 2]], [[], [0], [1, 2]]]
+    assert Assignment([[0, 0], [0]]).mine == [[[], []], [[]]]
 
 
 def test_stages_must_have_the_same_number() -> None:
     with pytest.raises(DisagreementError, match=r"stage 0 were .* 4, 4 .*in all 8, .*stage 1 .*4"):
-        Turns([[4, 4], [4]])
+        Assignment([[4, 4], [4]])
 
 
 # Minibatches of each rank of the first stage: enough for two rounds of each table.

@@ -9,7 +9,7 @@ import pytest
 
 from stagelink.errors import PlanError
 from stagelink.interop.pipedream.channels import WINDOW, Servers, plan_of
-from stagelink.interop.pipedream.circle import explain
+from stagelink.interop.pipedream.deadlock import explain
 from stagelink.interop.pipedream.line import Account, Line, Passed
 from stagelink.schedule import verify
 

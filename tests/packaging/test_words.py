@@ -40,7 +40,7 @@ PAGES = sorted(
 
 PENDING = (
     *(CORE / room for room in ("control", "exchange", "links", "plan", "schedule", "cli")),
-    *(CORE / room for room in ("interop", "runner", "testing")),
+    *(CORE / room for room in ("interop/c10d", "testing")),
     *(CORE / "transport" / name for name in ("contract.py", "lanes.py", "loopback.py")),
     *(ROOT / "packages").glob("transport-*"),
     ROOT / "examples/third_party_transport/src",

@@ -26,7 +26,7 @@ _WITHOUT_END = timedelta(0)
 
 
 class ExplainedWork(dist.Work):
-    """An operation of another group, under way.
+    """An operation of another group, in progress.
 
     Args:
         work: the operation.
@@ -58,7 +58,7 @@ class ExplainedWork(dist.Work):
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """What the group says of a failed operation, as it says it."""
+        """Return the group's own exception of a failed operation."""
         return self._work.exception()
 
     def result(self) -> Any:

@@ -1,4 +1,4 @@
-"""What a runner is made of: refused at once where it could not be used."""
+"""Checks of what a runner is made of: refused at once where it could not be used."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _check_function(what: str, value: object) -> None:
 
 
 def steppers_of(optimizer: object, scheduler: object, clip_norm: object) -> Steppers:
-    """What steps the parameters, each in a list of its own.
+    """Gather what steps the parameters, each kind in a list of its own.
 
     Args:
         optimizer: one, several in a list or tuple, or None.

@@ -43,7 +43,7 @@ END = Batch(items=0, microbatches=0)
 
 
 def items_of(microbatch: int, items: int, microbatches: int) -> int:
-    """How many samples of a batch are in one of its microbatches."""
+    """Number of samples of a batch in one of its microbatches."""
     each, more = divmod(items, microbatches)
     return each + (microbatch < more)
 

@@ -1,4 +1,4 @@
-"""What a runner is called with: refused before anything begins where it could not be used."""
+"""Checks of a runner's calls: refused before anything begins where they could not be done."""
 
 from __future__ import annotations
 

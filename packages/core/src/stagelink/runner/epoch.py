@@ -132,7 +132,7 @@ def failing(comm: Handler) -> Iterator[None]:
     """
     try:
         yield
-    except GeneratorExit:  # whoever iterates has stopped, which is no failure
+    except GeneratorExit:  # the caller has stopped iterating, which is no failure
         raise
     except BaseException as error:
         comm.abort(error)

@@ -15,7 +15,7 @@ __all__ = ["Feed"]
 
 
 class Feed:
-    """What a replica of a first stage takes from the batches, which it sees one at a time.
+    """Share of a first stage's replica of the batches, which it sees one at a time.
 
     Args:
         batches: cut into microbatches.

@@ -25,7 +25,7 @@ class GradientBuffer:
 
     Attributes:
         values: gradients, then marks, then nothing of interest.
-        scratch: as large; for whoever adds up.
+        scratch: as large; for the reduction.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], multiple: int) -> None:

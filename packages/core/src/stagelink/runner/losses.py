@@ -1,4 +1,4 @@
-"""What a loss may return, and what torch's own losses count.
+"""Results of a loss, and what torch's own losses count.
 
 A mean is over what the loss itself counted: targets that it ignores are none of it, and a class
 weighs what its weight says. So the losses of microbatches make that of their batch as sums,
@@ -111,7 +111,7 @@ def is_mean_of_unknown(score: Any) -> bool:
 
 
 def elements_of(score: Any, output: Any, target: Any) -> int | None:
-    """How many elements one of torch's losses makes a mean of; None for what is no such loss.
+    """Number of elements that one of torch's losses makes a mean of; None for other losses.
 
     Args:
         score: a loss.
@@ -136,7 +136,7 @@ def module_of(score: Any) -> torch.nn.Module | None:
 
 
 def reduction_of(score: Any) -> str | None:
-    """What a loss says of its reduction; None where it says nothing.
+    """Name the reduction of a loss; None where it has none.
 
     ``"batchmean"`` is the mean over items.
     """

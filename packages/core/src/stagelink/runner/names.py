@@ -1,4 +1,4 @@
-"""Which tensors a stage's module takes and gives: the names of its parameters and of the plan.
+"""Names of the tensors that a stage's module takes and gives: its parameters' and the plan's.
 
 A key of the batch, a tensor of the plan and a parameter of ``forward`` that mean the same are
 spelt the same, or the stage's ``arguments`` in the plan say which is which. A single tensor needs
@@ -90,7 +90,7 @@ class Names:
     def arguments(
         self, tensors: Tensors
     ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor | None]]:
-        """What the module is called with: by position, and by name.
+        """Arguments of the module's call: by position, and by name.
 
         Args:
             tensors: what the stage received, or its part of the batch.
@@ -99,7 +99,7 @@ class Names:
         return self._parameters.bind({to: tensors[name] for name, to in bound.items()})
 
     def outputs(self, result: Any, tensors: Tensors) -> dict[str, torch.Tensor | None]:
-        """What the stage sends.
+        """Tensors that the stage sends, by name.
 
         A tensor that the module does not return is taken from the batch.
 

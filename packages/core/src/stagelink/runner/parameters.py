@@ -1,4 +1,4 @@
-"""What a stage's module takes: the parameters of ``forward``, and a call that fills them."""
+"""Parameters of a stage's module, those of ``forward``, and a call that fills them."""
 
 from __future__ import annotations
 

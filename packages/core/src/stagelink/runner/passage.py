@@ -28,7 +28,7 @@ _ALONE = "Expected more than 1 value per channel when training"
 
 
 class Station(NamedTuple):
-    """What stays the same from batch to batch.
+    """Parts of a passage that stay the same from batch to batch.
 
     Attributes:
         module: the stage's.

@@ -258,10 +258,10 @@ class PipelineRunner:
         the windows: when nobody takes outputs, the first stage soon takes no more batches.
 
         It ends when the batches do, on all replicas of the first stage after the same ones, and
-        all that went in has come out. Whoever stops before ends it for all, and what is under way
-        may be dropped: by ``break`` out of ``for output in runner.stream(…)``; where a name holds
-        the stream by its ``close()``, which the end of a ``with`` block calls. An error in the
-        loop's body stops it likewise, and then reaches the ranks that have not closed. A first
+        all that went in has come out. A rank that stops before ends it for all, and what is in
+        flight may be dropped: by ``break`` out of ``for output in runner.stream(…)``; where a name
+        holds the stream by its ``close()``, which the end of a ``with`` block calls. An error in
+        the loop's body stops it likewise, and then reaches the ranks that have not closed. A first
         stage that waits in its own ``batches`` hears of it when it gets the next one. No loss is
         needed, nor a target in the batches.
 

@@ -189,7 +189,7 @@ class ReplicaGroup:
     # -- the end
 
     def drop(self) -> None:
-        """Give the group up; an operation under way is broken off. Returns at once."""
+        """Give the group up; an operation in progress is broken off. Returns at once."""
         self._dropped = True
         group, self._group = self._group, None
         if group is not None and self._working:

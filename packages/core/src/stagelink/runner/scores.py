@@ -33,7 +33,7 @@ _UNKNOWN = (
 
 
 class Counted(NamedTuple):
-    """What a batch's losses on this rank say of how its gradients are to be scaled.
+    """Count of a batch's losses on this rank, by which its gradients are to be scaled.
 
     Attributes:
         counts: whether they were `LossSum`; None where there was none.
@@ -195,7 +195,7 @@ class Scores:
         return self._last_weight is not None and not float(self._last_weight)
 
     def finish_batch(self) -> Counted:
-        """What the batch's losses counted here, before the next one begins. Waits for a GPU.
+        """Return what the batch's losses counted, before the next one begins. Waits for a GPU.
 
         Raises:
             UsageError: some of them ran their own backward, and others did not.

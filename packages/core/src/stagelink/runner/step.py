@@ -25,7 +25,7 @@ _NOT_ZERO = 1e-6
 
 
 class Steppers(NamedTuple):
-    """What changes a stage's parameters, and how fast.
+    """Optimizers and schedulers of a stage's parameters.
 
     Attributes:
         optimizers: stepped in this order; none where nothing is trained.
@@ -40,7 +40,7 @@ class Steppers(NamedTuple):
 
 
 class OptimizerStep:
-    """What one batch's gradients do to a stage's parameters.
+    """Step of a stage's parameters by one batch's gradients.
 
     Args:
         comm: the handler.

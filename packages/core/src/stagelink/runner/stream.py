@@ -1,4 +1,4 @@
-"""Inference without an end: batches go in on the first stage, outputs come out on the last."""
+"""Open-ended inference: batches go in on the first stage, outputs come out on the last."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _collecting: set[int] = set()
 
 
 class Output(NamedTuple):
-    """What came out for one microbatch.
+    """Output of the last stage for one microbatch.
 
     Attributes:
         microbatch: its number, from 0, over all batches.
@@ -69,7 +69,7 @@ class Stream(Iterator[Output]):
     def close(self) -> None:
         """Stop, and have every other rank's stream end as well; nothing where it has ended.
 
-        What is under way may be dropped. A ``for`` loop that is left by ``break`` does it where
+        What is in flight may be dropped. A ``for`` loop that is left by ``break`` does it where
         nobody else holds the stream.
         """
         _unfinished.discard(self._steps)
@@ -131,7 +131,7 @@ def _pass_on(
             tensors: Tensors = feed.take(number)
         else:
             tensors = {n: session.recv(n, number, deadline_s=math.inf) for n in names.receives}
-        # Not around the yield: it would be in force for whoever iterates.
+        # Not around the yield: it would be in force for the caller that iterates.
         args, kwargs = names.arguments(tensors)
         with torch.no_grad():
             result = module(*args, **kwargs)

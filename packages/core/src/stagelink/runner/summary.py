@@ -1,4 +1,4 @@
-"""What came of an epoch, and where its time went."""
+"""Summary of an epoch: loss, metrics, and where its time went."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Clock", "Shares", "Summary", "shares_of_all"]
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Where the time of a stage went, as fractions of the epoch; the mean over its replicas.
+    """Shares of a stage's time, as fractions of the epoch; the mean over its replicas.
 
     What is left went into making batches. On a GPU, work counts where the host waits for it.
 
     Attributes:
         computing: forward, backward and optimizer.
-        waiting: for messages, for room at their receivers, for the other replicas.
+        waiting: for messages, for credit, for the other replicas.
         sending: handing messages to their links.
     """
 

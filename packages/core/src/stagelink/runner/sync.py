@@ -1,4 +1,4 @@
-"""What keeps the replicas of a stage equal: the same start, same gradients, same buffers."""
+"""Synchronisation of a stage's replicas: the same start, same gradients, same buffers."""
 
 from __future__ import annotations
 

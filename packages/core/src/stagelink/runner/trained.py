@@ -1,4 +1,4 @@
-"""Which tensors a stage's step is about: what its optimizers hold, and what else has gradients."""
+"""Tensors of a stage's step: what its optimizers hold, and what else has gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Trained:
         self._optimizers = optimizers
 
     def stepped(self) -> list[torch.Tensor]:
-        """What the optimizers step, whether it is a module's or not."""
+        """Tensors that the optimizers step, whether a module's or not."""
         return [tensor for tensor in held_by(self._optimizers) if tensor.requires_grad]
 
     def beside(self) -> list[torch.Tensor]:
@@ -46,7 +46,7 @@ class Trained:
         return [p for p in self.parameters() if p.requires_grad and id(p) not in held]
 
     def in_no_module(self) -> list[torch.Tensor]:
-        """What the optimizers hold that is neither the module's nor the loss's."""
+        """Tensors of the optimizers that are neither the module's nor the loss's."""
         known = set(map(id, self.parameters()))
         return [tensor for tensor in held_by(self._optimizers) if id(tensor) not in known]
 

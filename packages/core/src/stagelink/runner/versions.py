@@ -1,4 +1,4 @@
-"""Weight stashing: the weights that microbatches under way still need, version by version.
+"""Weight stashing: the weights that microbatches in flight still need, version by version.
 
 An optimizer changes weights in place, so a backward whose forward met older ones would compute
 with wrong values. Forwards therefore run on copies, one for each version (see
@@ -72,7 +72,7 @@ class Versions:
 
     @property
     def kept(self) -> int:
-        """How many versions are held besides the masters."""
+        """Number of versions that are held besides the masters."""
         return len(self._copies)
 
     def forward_on(self, version: int) -> Callable[..., Any]:

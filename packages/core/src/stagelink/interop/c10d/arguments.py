@@ -42,7 +42,7 @@ def whole(what: str, number: object) -> int:
 
 
 def seconds_of(timeout: object, default: timedelta) -> float:
-    """How long a wait may take, in seconds; None and 0 mean the group's time-out, as in c10d.
+    """Convert a time-out to seconds; None and 0 mean the group's, as in c10d.
 
     Raises:
         TypeError: it is neither a timedelta nor a number of seconds.

@@ -103,7 +103,7 @@ class WithCollectives(dist.ProcessGroup):
         self._carry_out_by(torch.device("cpu"), kinds.GLOO, _checked(gloo, given, store))
         for group in (self, self.inner):
             group._set_default_backend(kinds.GLOO)
-        # Whoever has sent may leave before the others receive, and would break off gloo's
+        # A rank that has sent may leave before the others receive, and would break off gloo's
         # connecting for those that are still at it.
         self.barrier().wait()
         if torch.cuda.is_available() and dist.is_nccl_available():

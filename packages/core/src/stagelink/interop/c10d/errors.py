@@ -1,4 +1,4 @@
-"""What torch's callers catch of a message that cannot be: torch's error and ours in one."""
+"""Errors of messages that torch's callers catch: torch's error and ours in one."""
 
 from __future__ import annotations
 

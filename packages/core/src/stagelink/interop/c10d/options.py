@@ -1,4 +1,4 @@
-"""What a c10d group's links are to be: the tables of a plan that speak of links, and nothing else.
+"""Options of a c10d group's links: the tables of a plan that speak of links, and nothing else.
 
 The ranks of the group are its stages, each named after its rank, with an edge between any two.
 """
@@ -84,7 +84,7 @@ class C10dOptions:
 
     @property
     def connect_deadline_s(self) -> float | None:
-        """How long to wait for the other ranks; None: as long as the group's time-out."""
+        """Seconds to wait for the other ranks; None: the group's time-out."""
         found: float | None = self.tables.get("limits", {}).get("connect_deadline_s")
         return found
 

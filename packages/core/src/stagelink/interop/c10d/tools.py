@@ -1,4 +1,4 @@
-"""What torch's own tools are told of a group's calls: torch.compile and the profiler."""
+"""Torch's own tools and a group's calls: torch.compile and the profiler."""
 
 from __future__ import annotations
 

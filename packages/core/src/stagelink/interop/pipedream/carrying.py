@@ -1,4 +1,4 @@
-"""What a message is on the way and what the caller has: dtypes, and what takes an answer.
+"""Conversion between a caller's tensors and messages: dtypes, and which take a gradient.
 
 PipeDream's callers answer every tensor in training, also one that needs no gradient: with the
 tensor itself. Our messages are answered where they require a gradient, which only floating dtypes
@@ -47,7 +47,7 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """What was `packed`, without a gradient; shares its memory.
+    """Undo `packed`, without a gradient; shares its memory.
 
     Raises:
         MessageError: it was of another dtype.

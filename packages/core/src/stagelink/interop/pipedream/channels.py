@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULTS", "WINDOW", "Servers", "channel", "limits_of", "plan_of"]
 
 WINDOW = 1024
-"""Minibatches that may be under way per tensor and pair of ranks. A caller in the way of PipeDream
-has its warm-up and one more; what is not under way takes no memory."""
+"""Minibatches that may be in flight per tensor and pair of ranks; others take no memory.
+
+PipeDream's own callers have their warm-up and one more.
+"""
 
 DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "limits": {
@@ -38,7 +40,7 @@ _ACROSS = "gloo"
 
 
 class Servers(NamedTuple):
-    """What the constructor's arguments say of transports.
+    """Transports by the constructor's arguments.
 
     Attributes:
         backend: of the default process group, and of links within a server.

@@ -21,14 +21,14 @@ from stagelink.errors import (
     UsageError,
 )
 from stagelink.exchange.connect import connect
+from stagelink.interop.pipedream.assignment import Assignment
 from stagelink.interop.pipedream.channels import WINDOW, Servers, limits_of, plan_of
-from stagelink.interop.pipedream.circle import explain
+from stagelink.interop.pipedream.deadlock import explain
 from stagelink.interop.pipedream.line import ACK, Account, Line
 from stagelink.interop.pipedream.meeting import Meeting
 from stagelink.interop.pipedream.phase import Phase, Place
 from stagelink.interop.pipedream.progress import Progress
 from stagelink.interop.pipedream.replicas import explain_by
-from stagelink.interop.pipedream.turns import Turns
 from stagelink.schedule import UNTIL_END
 from stagelink.transport.interrupts import stops_caller
 
@@ -263,9 +263,9 @@ class CommunicationHandler:
             )
         if self._comm is not None:
             self._counts = self._agree(place, self._comm, num_iterations, forward_only)
-            turns = Turns(self._counts)
+            assignment = Assignment(self._counts)
             shape = self.tensor_shapes.get(ACK, (1,)) if forward_only else None
-            self._phase = Phase(place, self._comm.train(UNTIL_END), turns, shape)
+            self._phase = Phase(place, self._comm.train(UNTIL_END), assignment, shape)
         self._progress = Progress()
         for ranks in (self.receive_ranks, self.send_ranks):
             ranks.pop(ACK, None)

@@ -22,7 +22,7 @@ ACK = "ack"
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What one rank says of itself.
+    """One rank's declaration of its neighbours and tensors.
 
     Attributes:
         rank: its rank.
@@ -54,7 +54,7 @@ class Account:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Account:
-        """What another rank's `to_json` gave, after JSON."""
+        """Decode another rank's `to_json`."""
         maps = {
             key: {name: tuple(ranks) for name, ranks in found[key].items()}
             for key in ("receives", "sends")

@@ -1,4 +1,4 @@
-"""How the ranks of PipeDream's runtime meet: the store, the default process group, the maps."""
+"""Rendezvous of PipeDream's ranks: the store, the default process group, the maps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AFTER_FAILURE_S = 1.0
 
 
 class Meeting:
-    """What the ranks of one job have in common before they are connected.
+    """Exchange among the ranks of one job before they are connected.
 
     Making one blocks until all ranks have made theirs. Nothing is written to the environment.
 

@@ -31,8 +31,8 @@ from stagelink.transport.modes import outside_modes
 
 if TYPE_CHECKING:
     from stagelink.exchange.session import Session
+    from stagelink.interop.pipedream.assignment import Assignment
     from stagelink.interop.pipedream.line import Line, Passed
-    from stagelink.interop.pipedream.turns import Turns
 
 __all__ = ["Phase", "Place"]
 
@@ -70,7 +70,7 @@ class Phase:
     Args:
         place: this rank.
         session: carries the messages; answers come back in it.
-        turns: whose minibatch is whose.
+        assignment: replicas of the minibatches.
         ack_shape: of an ack, in evaluation; None: in training.
 
     Attributes:
@@ -82,14 +82,14 @@ class Phase:
         self,
         place: Place,
         session: Session,
-        turns: Turns,
+        assignment: Assignment,
         ack_shape: Sequence[int] | None,
     ) -> None:
-        self.mine = turns.mine[place.stage][place.replica]
+        self.mine = assignment.mine[place.stage][place.replica]
         self.forward_only = ack_shape is not None
         self._place = place
         self._session = session
-        self._turns = turns
+        self._assignment = assignment
         self._ack_shape = tuple(ack_shape or ())
         known = [p for p in place.line.passed if self.forward_only or p.name != ACK]
         self._outgoing = {p.name: p for p in known if p.source == place.stage}
@@ -120,7 +120,7 @@ class Phase:
         return self.mine[number]
 
     def send(self, name: str, tensor: torch.Tensor | None, number: int) -> None:
-        """Send forward; waits for nothing but a place in the window."""
+        """Send forward; waits for nothing but credit."""
         passed = self._known(self._outgoing, name, "sends")
         minibatch = self.minibatch(number)
         message = None if tensor is None else self._message(passed, tensor)
@@ -231,11 +231,11 @@ class Phase:
 
     def _peer(self, passed: Passed, minibatch: int) -> int:
         """Replica of the sending stage that has a minibatch."""
-        return self._turns.replicas[passed.source][minibatch]
+        return self._assignment.replicas[passed.source][minibatch]
 
     def _way(self, passed: Passed, minibatch: int) -> str:
         """The plan's name for the tensor between the two ranks that have the minibatch."""
-        stages, replicas = self._place.line.stages, self._turns.replicas
+        stages, replicas = self._place.line.stages, self._assignment.replicas
         ends = [stages[s][replicas[s][minibatch]] for s in (passed.source, passed.target)]
         return channel(passed.name, *ends)
 

@@ -1,4 +1,4 @@
-"""How far a caller's loop has come in a phase."""
+"""Progress of a caller's loop in a phase."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Progress:
             self.forwards = max(self.forwards, self.received)
 
     def sent(self, number: int) -> None:
-        """Something of the rank's so manieth minibatch, from 0, was sent forward."""
+        """Record that a tensor of this rank's n-th minibatch, from 0, was sent forward."""
         self.forwards = max(self.forwards, number + 1)
 
     def began_backward(self, number: int) -> None:
-        """Something of the rank's so manieth minibatch, from 0, is to go back."""
+        """Record that the backward of this rank's n-th minibatch, from 0, has begun."""
         self.backwards = max(self.backwards, number + 1)
 
     @property

@@ -31,7 +31,7 @@ _comm: Handler | None = None
 
 
 def explain_by(comm: Handler | None) -> None:
-    """Explain errors of all groups by this handler, whose failure breaks off what is under way.
+    """Explain errors of all groups by this handler, whose failure breaks off what is in progress.
 
     None: from now on by none.
     """

@@ -1,4 +1,4 @@
-"""Why PipeDream's loop hangs, if it does: a walk through its order, with the callers' warm-up."""
+"""Deadlocks of PipeDream's loop: a walk through its order, with the callers' warm-up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from math import lcm
 from typing import TYPE_CHECKING
 
+from stagelink.interop.pipedream.assignment import Assignment
 from stagelink.interop.pipedream.line import ACK
-from stagelink.interop.pipedream.turns import Turns
 from stagelink.plan import Plan
 from stagelink.schedule import actions_of, choose_warm_up, default_warm_up, walk
 from stagelink.schedule.waits import cycle, describe
@@ -24,7 +24,7 @@ _MOST_MORE = 16
 
 
 def explain(line: Line, counts: Sequence[Sequence[int]], found: Sequence[int | None]) -> str:
-    """What the walk says of training in PipeDream's loop, in words.
+    """Explain whether training in PipeDream's loop deadlocks, and in which cycle.
 
     Args:
         line: the pipeline.
@@ -56,11 +56,11 @@ class _Model:
 
     def __init__(self, line: Line, counts: Sequence[Sequence[int]]) -> None:
         replicas = [len(ranks) for ranks in line.stages]
-        turns = Turns(counts)
-        if not 0 < turns.total <= _LONGEST:
-            turns = Turns(_short(replicas))
-        self.plan = _plan(line, turns)
-        self._turns = turns
+        assignment = Assignment(counts)
+        if not 0 < assignment.total <= _LONGEST:
+            assignment = Assignment(_short(replicas))
+        self.plan = _plan(line, assignment)
+        self._assignment = assignment
 
     def walk(self, warm_up: Sequence[int]) -> Walked:
         """Go through it with so much warm-up."""
@@ -69,7 +69,7 @@ class _Model:
             for rank in range(self.plan.world_size)
             for stage in [self.plan.stage_of(rank)]
         ]
-        return walk(self.plan, programs, self._turns.total, synchronise=True)
+        return walk(self.plan, programs, self._assignment.total, synchronise=True)
 
     def safe_warm_up(self) -> tuple[int, ...] | None:
         """A warm-up with which it gets through, if one is found."""
@@ -80,10 +80,10 @@ class _Model:
         return None
 
     def _mine(self, rank: int) -> Sequence[int]:
-        return self._turns.mine[self.plan.stage_of(rank).index][self.plan.replica_of(rank)]
+        return self._assignment.mine[self.plan.stage_of(rank).index][self.plan.replica_of(rank)]
 
 
-def _plan(line: Line, turns: Turns) -> Plan:
+def _plan(line: Line, assignment: Assignment) -> Plan:
     names = [f"stage {stage}" for stage in range(len(line.stages))]
     plan = Plan.from_dict(
         {
@@ -106,7 +106,7 @@ def _plan(line: Line, turns: Turns) -> Plan:
     )
     stages = [
         dataclasses.replace(stage, turns=tuple(table))
-        for stage, table in zip(plan.stages, turns.replicas, strict=True)
+        for stage, table in zip(plan.stages, assignment.replicas, strict=True)
     ]
     return dataclasses.replace(plan, stages=tuple(stages))
 

@@ -1,4 +1,4 @@
-"""Which minibatch is whose in a phase, and in which order, as PipeDream's callers have it.
+"""Assignment of a phase's minibatches to replicas, in the order of PipeDream's callers.
 
 Replica ``r`` of a stage sends its ``f``-th minibatch to replica ``(f + r) mod C`` of the ``C`` of
 the next stage, and each of those takes them by ``f``, then by ``r``. Numbers of minibatches need
@@ -14,10 +14,10 @@ from itertools import chain, zip_longest
 
 from stagelink.errors import DisagreementError
 
-__all__ = ["Turns"]
+__all__ = ["Assignment"]
 
 
-class Turns:
+class Assignment:
     """The minibatches of every replica of every stage.
 
     Args:
