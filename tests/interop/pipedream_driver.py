@@ -204,7 +204,9 @@ class Runtime:
         for _ in range(warm_up):
             back()
         self.handler.wait()
-        assert self.handler._phase is None
+        loop = self.handler._loop
+        assert loop is not None
+        assert loop._phase is None
 
     def start(self, kind: str, count: int) -> None:
         self.forward_only = kind == "eval"

@@ -286,7 +286,8 @@ def _before_the_forward(handler: CommunicationHandler) -> None:
 
 
 def _before_the_backward(handler: CommunicationHandler) -> None:
-    handler._progress.received = 0  # as if increment_messaging_index had been left out
+    assert handler._loop is not None
+    handler._loop.progress.received = 0  # as if increment_messaging_index had been left out
     with pytest.raises(stagelink.UsageError, match="'out0 0>1' was received before"):
         handler.recv("out0", 0, 0)
     with pytest.raises(stagelink.UsageError, match="rank 1 receives no 'ack'"):

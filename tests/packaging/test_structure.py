@@ -24,7 +24,6 @@ TOO_LONG = {
     "control/plane.py",
     "exchange/session.py",
     "interop/c10d/group.py",
-    "interop/pipedream/handler.py",
     "testing/drivers.py",
     "testing/scenes.py",
     "transport/contract.py",

@@ -6,35 +6,26 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from stagelink.arguments import COUNT, FLAG, MAPPING, Expected, checked, expect, is_a
+from stagelink.arguments import COUNT, FLAG, MAPPING, checked
 from stagelink.errors import (
-    DeadlineError,
-    DisagreementError,
     PlanError,
     StagelinkError,
     UsageError,
 )
 from stagelink.exchange.connect import connect
-from stagelink.interop.pipedream.assignment import Assignment
-from stagelink.interop.pipedream.channels import WINDOW, Servers, limits_of, plan_of
-from stagelink.interop.pipedream.deadlock import explain
-from stagelink.interop.pipedream.line import ACK, Account, Line
+from stagelink.interop.pipedream.channels import Servers, limits_of, plan_of
+from stagelink.interop.pipedream.line import ACK, NAMES, RANKS, RANKS_BY_NAME, Account, Line
+from stagelink.interop.pipedream.loop import Loop
 from stagelink.interop.pipedream.meeting import Meeting
-from stagelink.interop.pipedream.phase import Phase, Place
-from stagelink.interop.pipedream.progress import Progress
+from stagelink.interop.pipedream.phase import Place
 from stagelink.interop.pipedream.replicas import explain_by
-from stagelink.schedule import UNTIL_END
-from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from stagelink.exchange.handler import Handler
 
 __all__ = ["CommunicationHandler"]
@@ -43,21 +34,6 @@ logger = logging.getLogger("stagelink")
 
 Ranks = Sequence[int]
 
-_RANKS = Expected(
-    "a list of ranks",
-    lambda value: isinstance(value, (list, tuple)) and all(type(rank) is int for rank in value),
-)
-_RANKS_BY_NAME = Expected(
-    "a dict from names to lists of ranks",
-    lambda value: isinstance(value, dict) and all(map(_RANKS.accepts, value.values())),
-)
-_NAMES = Expected(
-    "a collection of names",
-    lambda value: (
-        isinstance(value, (set, frozenset, list, tuple))
-        and all(isinstance(name, str) for name in value)
-    ),
-)
 _CLOSE_S = 30.0
 _AFTER_FAILURE_S = 1.0
 """The dead never leave, and after a failure the others need nothing of this rank's."""
@@ -128,11 +104,9 @@ class CommunicationHandler:
         self.receive_ranks: dict[str, Ranks] = {}
         self.send_ranks: dict[str, Ranks] = {}
         self.tensor_shapes: Mapping[str, Sequence[int]] = {}
-        self._place: Place | None = None
         self._comm: Handler | None = None
-        self._phase: Phase | None = None
-        self._counts: list[list[int]] = []
-        self._progress = Progress()
+        self._loop: Loop | None = None
+        self._initialized = False
         self._closed = False
         self._pid = os.getpid()
         patience_s = limits_of(self.tables).connect_deadline_s
@@ -140,15 +114,15 @@ class CommunicationHandler:
         atexit.register(self._at_exit)
 
     @checked(
-        receive_ranks=_RANKS_BY_NAME,
-        send_ranks=_RANKS_BY_NAME,
+        receive_ranks=RANKS_BY_NAME,
+        send_ranks=RANKS_BY_NAME,
         tensor_tags=MAPPING,
-        target_tensor_names=_NAMES,
+        target_tensor_names=NAMES,
         training_tensor_dtypes=MAPPING,
         rank_in_stage=COUNT,
         num_ranks_in_stage=COUNT,
-        ranks_in_previous_stage=_RANKS,
-        ranks_in_next_stage=_RANKS,
+        ranks_in_previous_stage=RANKS,
+        ranks_in_next_stage=RANKS,
     )
     def initialize(  # noqa: PLR0913, PLR0917 - PipeDream's signature
         self,
@@ -185,7 +159,7 @@ class CommunicationHandler:
             NoTransportError: nothing can carry some link.
             UsageError: it was called before.
         """
-        if self._place is not None or self._closed:
+        if self._initialized or self._closed:
             raise UsageError(f"rank {self.rank}: initialize was called before, or close")
         self.receive_ranks, self.send_ranks = receive_ranks, send_ranks
         self.tensor_tags = tensor_tags
@@ -198,7 +172,7 @@ class CommunicationHandler:
         targets = sorted(target_tensor_names)
         account = self._account(targets)
         line = Line.of(self._meeting.exchange(account))
-        self._place = Place(line, self.rank, {**training_tensor_dtypes, ACK: torch.int64})
+        self._initialized = True
         for name in targets:
             if ranks_in_previous_stage:
                 receive_ranks[name] = ranks_in_previous_stage
@@ -214,6 +188,8 @@ class CommunicationHandler:
                 run_id="pipedream",
             )
             explain_by(self._comm)
+        place = Place(line, self.rank, {**training_tensor_dtypes, ACK: torch.int64})
+        self._loop = Loop(place, self._comm, self._meeting)
 
     @checked(tensor_shapes=MAPPING)
     def set_tensor_shapes(self, tensor_shapes: Mapping[str, Sequence[int]]) -> None:
@@ -254,19 +230,8 @@ class CommunicationHandler:
             DeadlineError: a rank did not come.
             UsageError: `initialize` is missing, or `wait` after the phase before.
         """
-        place = self._ready()
-        if self._phase is not None:
-            raise UsageError(f"rank {self.rank}: wait() ends a phase before the next one starts")
-        if type(num_iterations) is not int or num_iterations < 0:
-            raise UsageError(
-                f"rank {self.rank}: num_iterations must be an int from 0, not {num_iterations!r}"
-            )
-        if self._comm is not None:
-            self._counts = self._agree(place, self._comm, num_iterations, forward_only)
-            assignment = Assignment(self._counts)
-            shape = self.tensor_shapes.get(ACK, (1,)) if forward_only else None
-            self._phase = Phase(place, self._comm.train(UNTIL_END), assignment, shape)
-        self._progress = Progress()
+        ack_shape = self.tensor_shapes.get(ACK, (1,)) if forward_only else None
+        self._ready().start(num_iterations, ack_shape)
         for ranks in (self.receive_ranks, self.send_ranks):
             ranks.pop(ACK, None)
         if forward_only:
@@ -303,15 +268,7 @@ class CommunicationHandler:
             StagelinkError: this or another rank has failed or gone.
         """
         del backward_minibatch_id
-        phase = self._current(backward)
-        with self._explained():
-            if backward:
-                number = phase.due_to(tensor_name, self._progress.returned)
-                self._begin_backward(phase, number)
-                phase.answer(tensor_name, tensor, number)
-            else:
-                phase.send(tensor_name, tensor, forward_minibatch_id)
-                self._progress.sent(forward_minibatch_id)
+        self._ready().send(tensor_name, tensor, forward_minibatch_id, backward=backward)
 
     def recv(
         self,
@@ -339,27 +296,18 @@ class CommunicationHandler:
             DeadlineError, UsageError, MessageError, StagelinkError: as for `send`.
         """
         del forward_minibatch_id
-        phase = self._current(backward)
-        with self._explained():
-            if not backward:
-                number = phase.due_from(tensor_name, self._progress.received)
-                tensor = phase.recv(tensor_name, number)
-                self._progress.sent(number)
-                return tensor
-            phase.minibatch(backward_minibatch_id)  # refused before it counts
-            self._begin_backward(phase, backward_minibatch_id)
-            return phase.answered(tensor_name, backward_minibatch_id)
+        return self._ready().recv(tensor_name, backward_minibatch_id, backward=backward)
 
     @checked(sending=FLAG)
     def increment_messaging_index(self, sending: bool) -> None:
         """All tensors of a minibatch were received, or with ``sending`` sent back: go on."""
-        self._progress.go_on(sending=sending)
+        if self._loop is not None:
+            self._loop.progress.go_on(sending=sending)
 
     def wait(self) -> None:
         """End the phase on this rank; what was sent still arrives. Waits for no other rank."""
-        if self._phase is not None:
-            phase, self._phase = self._phase, None
-            phase.leave()
+        if self._loop is not None:
+            self._loop.end()
 
     # -- beyond PipeDream's
 
@@ -381,16 +329,8 @@ class CommunicationHandler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._abandon(error, destroy_group=True)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._end(error, destroy_group=True)
 
     # -- inside
 
@@ -414,67 +354,11 @@ class CommunicationHandler:
             **maps,
         )
 
-    def _ready(self) -> Place:
-        if self._place is None or self._closed:
+    def _ready(self) -> Loop:
+        if self._loop is None or self._closed:
             missing = "close was called" if self._closed else "initialize comes first"
             raise UsageError(f"rank {self.rank}: {missing}")
-        return self._place
-
-    def _current(self, backward: bool = False) -> Phase:
-        self._ready()
-        if not is_a(backward, bool):
-            expect(f"rank {self.rank}", "backward", backward, FLAG)
-        if self._phase is None:
-            raise UsageError(f"rank {self.rank}: no phase: start_helper_threads comes first")
-        return self._phase
-
-    def _agree(
-        self, place: Place, comm: Handler, num_iterations: int, forward_only: bool
-    ) -> list[list[int]]:
-        """Every replica's number of minibatches by stage, told by all ranks to all."""
-        told = [0.0] * (2 * self.world_size)
-        told[2 * self.rank : 2 * self.rank + 2] = [num_iterations, bool(forward_only)]
-        heard = comm.reduce(told)
-        evaluating = [rank for rank in range(self.world_size) if heard[2 * rank + 1]]
-        if len(evaluating) not in {0, self.world_size}:
-            raise DisagreementError(
-                f"ranks {evaluating} start an evaluation, the others a training; every rank goes "
-                "through the same phases"
-            )
-        return [[int(heard[2 * rank]) for rank in ranks] for ranks in place.line.stages]
-
-    def _begin_backward(self, phase: Phase, number: int) -> None:
-        if not self._progress.backwards and not phase.forward_only:
-            self._meeting.tell_warm_up(self._progress.warm_up)
-        self._progress.began_backward(number)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Say what a deadline means here, and tell the other ranks."""
-        try:
-            yield
-        except DeadlineError as error:
-            if stops_caller(error):
-                raise
-            text = f"{error}. {self._state()}"
-            if self._comm is not None:
-                # Not the one that is raised: it would keep the caller's frames alive.
-                self._comm.abort(DeadlineError(text))
-            raise DeadlineError(text) from error
-
-    def _state(self) -> str:
-        place, phase = self._ready(), self._current()
-        kind = "evaluation" if phase.forward_only else "training"
-        window = WINDOW if self._comm is None else self._comm.plan.window
-        text = (
-            f"Rank {place.rank} is replica {place.replica} of stage {place.stage}, in the {kind} "
-            f"of {len(phase.mine)} minibatches of its own: {self._progress}; the window is "
-            f"{window} for each tensor and pair of ranks"
-        )
-        if phase.forward_only:
-            return text
-        found = self._meeting.warm_up(place.line.stages)
-        return f"{text}. In PipeDream's schedule, {explain(place.line, self._counts, found)}"
+        return self._loop
 
     def _close(self, timeout_s: float | None, *, destroy_group: bool) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -484,19 +368,21 @@ class CommunicationHandler:
         limit_s = timeout_s
         if limit_s is None:
             limit_s = self._comm.plan.limits.close_deadline_s if self._comm else _CLOSE_S
+        failed = True
         try:
             self.wait()
             if self._comm is not None:
                 self._comm.close(timeout_s)
-        except BaseException:
-            limit_s = min(limit_s, _AFTER_FAILURE_S)
-            raise
+            failed = self._comm is not None and self._comm.failure is not None
         finally:
-            if self._comm is not None and self._comm.failure is not None:
-                limit_s = min(limit_s, _AFTER_FAILURE_S)
-            self._meeting.leave(limit_s, destroy_group=destroy_group)
+            most_s = min(limit_s, _AFTER_FAILURE_S) if failed else limit_s
+            self._meeting.leave(most_s, destroy_group=destroy_group)
 
-    def _abandon(self, error: BaseException, *, destroy_group: bool) -> None:
+    def _end(self, error: BaseException | None, *, destroy_group: bool) -> None:
+        """Close; or, after an error of the caller's, have the other ranks hear of it."""
+        if error is None:
+            self._close(None, destroy_group=destroy_group)
+            return
         if self._comm is not None and not self._closed:
             self._comm.abort(error)
         try:
@@ -505,14 +391,10 @@ class CommunicationHandler:
             logger.debug("rank %d: while it closed after a failure: %s", self.rank, another)
 
     def _at_exit(self) -> None:
-        """PipeDream's callers close nothing; an error that ends them reaches the other ranks."""
-        if os.getpid() != self._pid:
-            return
+        """Close for PipeDream's callers, which close nothing."""
         error = getattr(sys, "last_value", None)
-        if isinstance(error, BaseException):
-            self._abandon(error, destroy_group=False)
-            return
         try:
-            self._close(None, destroy_group=False)
+            if os.getpid() == self._pid:
+                self._end(error, destroy_group=False)
         except StagelinkError as late:
             logger.warning("rank %d: at the end of the process: %s", self.rank, late)

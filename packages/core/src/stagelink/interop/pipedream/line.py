@@ -12,12 +12,29 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from stagelink.arguments import Expected
 from stagelink.errors import PlanError
 
-__all__ = ["ACK", "Account", "Line", "Passed"]
+__all__ = ["ACK", "NAMES", "RANKS", "RANKS_BY_NAME", "Account", "Line", "Passed"]
 
 ACK = "ack"
 """Name of what is sent back for each minibatch in evaluation."""
+
+RANKS = Expected(
+    "a list of ranks",
+    lambda value: isinstance(value, (list, tuple)) and all(type(rank) is int for rank in value),
+)
+RANKS_BY_NAME = Expected(
+    "a dict from names to lists of ranks",
+    lambda value: isinstance(value, dict) and all(map(RANKS.accepts, value.values())),
+)
+NAMES = Expected(
+    "a collection of names",
+    lambda value: (
+        isinstance(value, (set, frozenset, list, tuple))
+        and all(isinstance(name, str) for name in value)
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +66,7 @@ class Account:
     device: str
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` takes it."""
+        """Encode for `from_json`."""
         return asdict(self)
 
     @classmethod
