@@ -43,32 +43,32 @@ class MpiPipe(PostedPipe):
         self._world = world
 
     def buffers(self, size_bytes: int) -> Sequence[Any]:
-        """As MPI takes them, once and not for each message."""
+        """Make buffers as MPI takes them, once and not for each message."""
         return [tensor.numpy() for tensor in buffers_of(size_bytes)]
 
     def post_send(self, buffer: Any) -> Any:
-        """By Isend."""
+        """Call Isend."""
         return self._world.Isend(buffer, 1 - self.rank)
 
     def post_recv(self, buffer: Any) -> Any:
-        """By Irecv."""
+        """Call Irecv."""
         return self._world.Irecv(buffer, 1 - self.rank)
 
     def send_now(self, buffer: Any) -> None:
-        """By Send."""
+        """Call Send."""
         self._world.Send(buffer, 1 - self.rank)
 
     def recv_now(self, buffer: Any) -> None:
-        """By Recv."""
+        """Call Recv."""
         self._world.Recv(buffer, 1 - self.rank)
 
     def wait(self, posted: Any) -> None:
-        """By the request's own."""
+        """Wait for the request."""
         posted.Wait()
 
 
 def memmove(target: torch.Tensor, source: torch.Tensor) -> None:
-    """By the C library, as shm copies."""
+    """Copy by the C library, as shm does."""
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 

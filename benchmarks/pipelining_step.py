@@ -41,7 +41,7 @@ class Elementwise(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As large as the input."""
+        """Compute a result as large as the input."""
         return x * self.weight
 
 
@@ -55,7 +55,7 @@ class Compute(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As large as the input."""
+        """Compute a result as large as the input."""
         found: torch.Tensor = self.layers(x)
         return found
 

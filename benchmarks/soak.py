@@ -63,7 +63,7 @@ def resident_bytes() -> int:
 
 
 def exchange(comm: stagelink.Handler, sizes: tuple[int, ...], messages: int) -> int:
-    """So many messages from rank 0 to rank 1; the bytes that were checked."""
+    """Send messages from rank 0 to rank 1; returns the bytes that were checked."""
     source, found = payloads(sizes), 0
     for begin in range(0, messages, IN_ONE_SESSION):
         with comm.evaluate(min(IN_ONE_SESSION, messages - begin)) as session:

@@ -97,7 +97,7 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def batches(steps: int) -> Iterator[Batch]:
-    """So many batches of sequences at random places; the same at every call."""
+    """Make batches of sequences at random places; the same at every call."""
     text = _library()[:TRAINING_BYTES]
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):

@@ -1,7 +1,7 @@
 """Public names, messages and pages keep to the glossary's words; docstrings begin with what it is.
 
-A docstring begins with a noun or a verb. "Whether" is left to what is true or false: functions and
-properties that return a bool or a Verdict.
+A docstring begins with a noun or a verb, not with a question word, a preposition or a pronoun.
+"Whether" is left to what is true or false: functions that return a bool or a Verdict.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ PENDING = (
 )
 """Where other words still stand."""
 
-BEGINNINGS = re.compile(
-    r"(Who|Whom|Whose|What|Where|When|Why|Which|How|Whoever|Whatever|There|Nobody|Somebody)\b"
-)
+QUESTIONS = "Who|Whom|Whose|What|Where|When|Why|Which|How|Whoever|Whatever"
+OTHERS = "There|Nobody|Somebody|Something|It|So|As|By|Of|For|From|In|With|Once|Not"
+BEGINNINGS = re.compile(rf"({QUESTIONS}|{OTHERS})\b")
 
 
 def pending(file: Path) -> bool:

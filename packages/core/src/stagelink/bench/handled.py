@@ -70,7 +70,7 @@ class HandlerPipe(Pipe):
             yield
 
     def send(self) -> None:
-        """One message; without a copy its buffer is waited for first."""
+        """Send one message; without a copy its buffer is waited for first."""
         number, slot = self._sends, self._sends % IN_FLIGHT
         self._sends += 1
         if self._handles[slot] is not None:
@@ -80,7 +80,7 @@ class HandlerPipe(Pipe):
         self._handles[slot] = None if self._copy else handle
 
     def recv(self) -> Any:
-        """One message, which is not kept."""
+        """Receive one message, which is not kept."""
         number = self._recvs
         self._recvs += 1
         recv = self._session.recv_grad if self.rank == 0 else self._session.recv
@@ -122,7 +122,7 @@ class LinkPipe(Pipe):
 
     @contextmanager
     def round(self, kind: str, size_bytes: int, count: int) -> Iterator[None]:
-        """Nothing is opened for it."""
+        """Enclose a round; nothing is opened for it."""
         del kind, count
         self._buffers = [tensor.view(torch.uint8) for tensor in buffers_of(size_bytes)]
         self._header = Header(self._kind, self._direction, payload_bytes=size_bytes)
@@ -131,7 +131,7 @@ class LinkPipe(Pipe):
         yield
 
     def send(self) -> None:
-        """One message."""
+        """Send one message."""
         slot = self._sends % IN_FLIGHT
         self._sends += 1
         self._wait_sent(self._jobs[slot])
@@ -143,7 +143,7 @@ class LinkPipe(Pipe):
             self._wait(lambda: job.finished)
 
     def recv(self) -> Any:
-        """One message, which is not kept."""
+        """Receive one message, which is not kept."""
         while not self._is_here():
             self._wait(lambda: self._is_here() or self._in.drivable)
             if not self._is_here():

@@ -52,7 +52,7 @@ class PostedPipe(Pipe):
 
     @contextmanager
     def round(self, kind: str, size_bytes: int, count: int) -> Iterator[None]:
-        """Receives are posted ahead in a stream."""
+        """Post receives ahead in a stream."""
         self._blocking = kind in ("one_way", ONE_WAY_READ)
         self._out, self._in = self.buffers(size_bytes), self.buffers(size_bytes)
         self._sent: list[Any] = [None] * IN_FLIGHT
@@ -71,7 +71,7 @@ class PostedPipe(Pipe):
             self._posts += 1
 
     def send(self) -> None:
-        """One message."""
+        """Send one message."""
         slot = self._sends % IN_FLIGHT
         self._sends += 1
         if self._blocking:
@@ -82,7 +82,7 @@ class PostedPipe(Pipe):
         self._sent[slot] = self.post_send(self._out[slot])
 
     def recv(self) -> Any:
-        """One message."""
+        """Receive one message."""
         slot = self._recvs % IN_FLIGHT
         self._recvs += 1
         if self._blocking:
@@ -109,23 +109,23 @@ class RawPipe(PostedPipe):
         self.rank = dist.get_rank()
 
     def post_send(self, buffer: Any) -> Any:
-        """By isend."""
+        """Call isend."""
         return dist.isend(buffer, 1 - self.rank)
 
     def post_recv(self, buffer: Any) -> Any:
-        """By irecv."""
+        """Call irecv."""
         return dist.irecv(buffer, 1 - self.rank)
 
     def send_now(self, buffer: Any) -> None:
-        """By send."""
+        """Call send."""
         dist.send(buffer, 1 - self.rank)
 
     def recv_now(self, buffer: Any) -> None:
-        """By recv."""
+        """Call recv."""
         dist.recv(buffer, 1 - self.rank)
 
     def wait(self, posted: Any) -> None:
-        """By the work's own."""
+        """Wait for the work."""
         posted.wait()
 
 

@@ -110,7 +110,7 @@ def target_of(given: object) -> tuple[torch.Tensor, DType, bool]:
 
 
 def memory_of(given: object, *, written: bool = False) -> tuple[torch.Tensor, DType, bool]:
-    """As `content_of`, of however many dimensions.
+    """Like `content_of`, with any number of dimensions.
 
     Raises:
         MessageTypeError: it is no tensor, or one without strided memory of its own; named. A zero

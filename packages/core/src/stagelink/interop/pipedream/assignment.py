@@ -46,7 +46,7 @@ class Assignment:
 
     @cached_property
     def replicas(self) -> list[list[int]]:
-        """For each stage the replica of each minibatch."""
+        """Replica of each minibatch, by stage."""
         found = [[0] * self.total for _ in self.mine]
         for table, stage in zip(found, self.mine, strict=True):
             for replica, own in enumerate(stage):

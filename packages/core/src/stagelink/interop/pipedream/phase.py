@@ -146,7 +146,7 @@ class Phase:
         return self._due(self._incoming, "receives", self._received, name, cursor)
 
     def due_to(self, name: str, cursor: int) -> int:
-        """As `due_from`, of what is sent back."""
+        """Like `due_from`, for what is sent back."""
         return self._due(self._incoming, "receives", self._returned, name, cursor)
 
     def recv(self, name: str, number: int) -> torch.Tensor | None:
