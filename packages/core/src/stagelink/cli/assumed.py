@@ -1,4 +1,4 @@
-"""What the links of a plan would be if every rank ran on a machine like this one.
+"""Preview of a plan's links, as if every rank ran on a machine like this one.
 
 Offline, this machine's probes stand for both ends of every link. Each rank is taken to be a
 process of its own, on the server that the plan names, or on one server where it names none. When
@@ -36,7 +36,7 @@ __all__ = ["Assumed", "AssumedLink", "Outcome", "assume", "check_here"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the choice of a link's transport ended.
+    """Result of the choice of a link's transport.
 
     Attributes:
         transport: the one taken; None where none can be.
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class AssumedLink:
-    """What goes from one rank to another by one transport.
+    """Traffic from one rank to another by one transport.
 
     Attributes:
         source: the sending rank.
@@ -74,7 +74,7 @@ class AssumedLink:
 
 
 class Assumed(NamedTuple):
-    """What the links of a plan would be.
+    """Preview of a plan's links.
 
     Attributes:
         links: of all ranks, by source and target.
@@ -99,7 +99,7 @@ class _Here(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """What a link has to carry: messages under way, and the size of the largest, if known."""
+    """Load of a link: messages in flight, and the size of the largest, if known."""
 
     window: int = 0
     message_bytes: int | None = 0

@@ -1,4 +1,4 @@
-"""What is printed where the terminal, a pipe or a file has not all characters: others in place."""
+"""Replacements for characters that a terminal, a pipe or a file does not have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def printable(text: str, encoding: str) -> str:
 
 
 def make_printable() -> None:
-    """From now on stdout and stderr take every character, whatever their encoding."""
+    """Have stdout and stderr take every character, whatever their encoding."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_PLAIN)

@@ -1,4 +1,4 @@
-"""How the ranks that a command started have ended, in words.
+"""Ends of the ranks that a command started, in words.
 
 Which of several failed ranks was the first: the others often fail because that one did.
 """
@@ -81,7 +81,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> str:
 def _order(failure: ProcessFailure) -> tuple[int, int]:
     note = _note(failure)
     if note is None and failure.exitcode == -signal.SIGTERM:
-        return 2, failure.timestamp  # the launcher ends so whoever still runs after a failure
+        return 2, failure.timestamp  # the launcher ends so what still runs after a failure
     return (1 if note and note.is_consequence else 0), failure.timestamp
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: where they print, and in what form."""
+"""Output of the commands: where they print, and in what form."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def print_parts(parts: Iterable[Text | Table]) -> None:
         for number, part in enumerate(parts):
             if number:
                 console.print()
-            # To break a text's lines is for the terminal: whoever searches the output finds it
-            # whole.
+            # To break a text's lines is for the terminal: a search of the output finds it whole.
             console.print(part, soft_wrap=isinstance(part, Text))
 
 

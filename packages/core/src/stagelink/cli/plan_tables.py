@@ -38,7 +38,7 @@ def plan_tables(
     problem: str | None,
     actions: Mapping[int, Sequence[Action]] | None,
 ) -> Iterator[Text | Table]:
-    """What to print, from top to bottom.
+    """Texts and tables to print, from top to bottom.
 
     Args:
         plan: the plan.

@@ -1,4 +1,4 @@
-"""What each process of ``stagelink run`` executes: the user's script, and a note if it fails.
+"""Program of each process of ``stagelink run``: the user's script, and a note if it fails.
 
 The note is torch's own kind of error file, from which the launcher learns what went wrong here.
 Run by its path, with nothing imported that the script might want to come before.

@@ -1,4 +1,4 @@
-"""What runs where and what travels between: a plan, read from TOML and validated."""
+"""Plans: what runs where and what travels between, read from TOML and validated."""
 
 from __future__ import annotations
 

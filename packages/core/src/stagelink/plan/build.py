@@ -1,4 +1,4 @@
-"""From a sound document to the plan's values: names become indices, tensors become edges."""
+"""Construction of a plan from a sound document: names become indices, tensors become edges."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ _CHECKS = (
 
 
 def cross_problems(document: Document, unsound: Iterable[str]) -> Iterator[Problem]:
-    """What is wrong between the tables and values of a document.
+    """Find what is wrong between the tables and values of a document.
 
     Args:
         document: the document; its unsound tables hold stand-ins.

@@ -24,7 +24,7 @@ _LONGEST = 4000
 
 
 def diagonal(replicas: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each stage of a line the replica of microbatch 0, 1, …, up to where it repeats.
+    """Replica of microbatch 0, 1, …, up to where it repeats, for each stage of a line.
 
     Args:
         replicas: of each stage.

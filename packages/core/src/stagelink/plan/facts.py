@@ -1,4 +1,4 @@
-"""What all ranks must agree on, as a flat mapping of texts to hash, send and compare."""
+"""Facts that all ranks must agree on: a flat mapping of texts to hash, send and compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def digest_of(facts: Mapping[str, str]) -> str:
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str], peer: str) -> list[str]:
-    """Where two ranks' facts differ, one line each, sorted.
+    """Differences of two ranks' facts, one line each, sorted.
 
     Args:
         mine: this rank's facts.

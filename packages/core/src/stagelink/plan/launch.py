@@ -1,4 +1,4 @@
-"""Whether a rank and a world size, as given at launch, fit each other and the plan."""
+"""Checks that a rank and a world size, as given at launch, fit each other and the plan."""
 
 from __future__ import annotations
 

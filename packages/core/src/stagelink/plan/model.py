@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw"})
-"""Schedules that change weights while microbatches are under way."""
+"""Schedules that change weights while microbatches are in flight."""
 
 WITH_WARM_UP = ASYNCHRONOUS | {"1f1b"}
 """Schedules in which forwards and backwards take turns after a warm-up of forwards."""
@@ -39,7 +39,7 @@ _ALWAYS = 4096
 
 
 def most_microbatches(stages: int) -> int:
-    """How many microbatches a session may have in the whole pipeline.
+    """Limit of microbatches of a session in the whole pipeline.
 
     Every rank has its actions as a list, and walks those of all ranks before it starts.
 
@@ -50,7 +50,7 @@ def most_microbatches(stages: int) -> int:
 
 
 def too_many_microbatches(microbatches: int, stages: int) -> str | None:
-    """What is wrong with so many microbatches; None where nothing is.
+    """Find what is wrong with a number of microbatches; None where nothing is.
 
     Args:
         microbatches: in the whole pipeline.
@@ -92,7 +92,7 @@ class Stage:
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold this stage."""
+        """Number of ranks that hold this stage."""
         return len(self.ranks)
 
 

@@ -118,7 +118,7 @@ class Plan:
 
     @cached_property
     def world_size(self) -> int:
-        """How many ranks the plan has: they are 0 to ``world_size - 1``."""
+        """Number of ranks of the plan: they are 0 to ``world_size - 1``."""
         return len(self._places)
 
     @cached_property
@@ -127,11 +127,11 @@ class Plan:
         return digest_of(self.facts())
 
     def facts(self) -> dict[str, str]:
-        """What all ranks must agree on: "OWNER WORD" to a text, the last word free of spaces.
+        """Facts that all ranks must agree on: "OWNER WORD" to a text, no space in WORD.
 
-        What each rank may choose for itself is left out: limits, interface, ports, spin,
-        observers and the number of microbatches, which a session agrees on.
-        `differences` compares two of these.
+        What each rank may choose for itself is left out: limits, interface, ports, spin, observers
+        and the number of microbatches, which a session agrees on. `differences` compares two of
+        these.
         """
         return {f"{owner} {word}": fact(value) for owner, word, value in _facts(self)}
 
@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether weights change while microbatches are under way."""
+        """Whether weights change while microbatches are in flight."""
         return self.schedule in ASYNCHRONOUS
 
     @property

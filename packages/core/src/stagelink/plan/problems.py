@@ -1,4 +1,4 @@
-"""What is wrong with a plan, in words: a line per problem, with place, value and near miss."""
+"""Problems of a plan in words: a line for each, with place, value and near miss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a mapping to a sound document, or to one error that tells all that is wrong."""
+"""Reading of a mapping as a sound document, or one error that tells all that is wrong."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _sound(raw: object, unsound: set[str]) -> dict[str, object]:
 
 
 def problem_text(detail: ErrorDetails, keys: Iterable[str]) -> str:
-    """What is wrong, in our words.
+    """Word what is wrong.
 
     Args:
         detail: the validator's own account of it.

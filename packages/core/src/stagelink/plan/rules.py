@@ -24,7 +24,7 @@ def link_facts(
     same_server: bool,
     device: str,
 ) -> dict[str, Any]:
-    """What rules may ask about an edge between two ranks, by the keys of a file's ``[[links]]``.
+    """Facts about an edge between two ranks that rules may ask for, by the keys of ``[[links]]``.
 
     The edge is seen in its forward orientation; gradients take the same transport the other way.
 

@@ -1,4 +1,4 @@
-"""Which rank does what in which order, and the proof that it runs: pure functions of a plan."""
+"""Schedules: each rank's actions in order, and the proof that they run; pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does, as data: an ordered list of forwards and backwards of microbatches."""
+"""Actions of a rank as data: an ordered list of forwards and backwards of microbatches."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Action:
 def actions_for(
     plan: Plan, rank: int, microbatches: int, warm_up: Sequence[int], mode: Mode = "train"
 ) -> list[Action]:
-    """What the rank does in a session, by the plan's schedule; its own microbatches ascending.
+    """Actions of the rank in a session, by the plan's schedule; its own microbatches ascending.
 
     Args:
         plan: the plan.

@@ -1,4 +1,4 @@
-"""How many bytes of messages a rank may have to hold at once, by the windows of its edges."""
+"""Bytes of messages that a rank may have to hold at once, by the windows of its edges."""
 
 from __future__ import annotations
 

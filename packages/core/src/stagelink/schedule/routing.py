@@ -1,4 +1,4 @@
-"""Which replica handles a microbatch: one pure function, asked by both ends of every edge.
+"""Routing of microbatches to replicas: one pure function, asked by both ends of every edge.
 
 Round robin: microbatch ``g`` runs on replica ``g mod R`` of a stage of ``R`` replicas. So any
 counts of replicas and of microbatches fit, and nothing has to be remembered between messages.
@@ -54,7 +54,7 @@ def microbatches_of(stage: Stage, replica: int, microbatches: int) -> Sequence[i
 
 
 def most_of_one(stage: Stage, microbatches: int) -> int:
-    """How many microbatches the replica of the stage has that has the most."""
+    """Number of microbatches of that replica of a stage that has the most."""
     return max(len(microbatches_of(stage, r, microbatches)) for r in range(stage.replicas))
 
 
@@ -118,7 +118,7 @@ def period_of_pairs(plan: Plan, edge: Edge) -> int:
 
 
 def channels(plan: Plan, edge: Edge) -> Sequence[int]:
-    """For each microbatch of a period the number, from 0, of the pair of ranks that it goes by."""
+    """Number, from 0, of the pair of ranks that each microbatch of a period goes by."""
     source, target = plan.stages[edge.source], plan.stages[edge.target]
     if source.turns is None and target.turns is None:
         return range(period_of_pairs(plan, edge))  # no pair comes twice

@@ -47,7 +47,7 @@ def find_warm_up(plan: Plan) -> tuple[int, ...]:
 
 
 def free_warm_up(plan: Plan) -> tuple[int, ...]:
-    """As `find_warm_up`, as if nothing had been set by hand."""
+    """Like `find_warm_up`, as if nothing had been set by hand."""
     free = tuple(dataclasses.replace(stage, warm_up=None) for stage in plan.stages)
     return find_warm_up(dataclasses.replace(plan, stages=free))
 

@@ -58,10 +58,10 @@ class Tokens:
         return self._places[edge] + of_edge[microbatch % len(of_edge)]
 
     def at_start(self, windows: Sequence[int]) -> list[int]:
-        """How many there are of each at first: nothing has arrived, and the windows are free.
+        """Count each at first: nothing has arrived, and the windows are free.
 
         Args:
-            windows: the places of each channel, per edge.
+            windows: the credits of each channel, per edge.
         """
         counts = [0] * self._count
         ends = [*self._places[1:], self._count]

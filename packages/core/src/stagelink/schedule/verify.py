@@ -32,7 +32,7 @@ _MOST_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found about a plan and a number of microbatches.
+    """Findings about a plan and a number of microbatches.
 
     Attributes:
         problem: why it cannot run, a line per problem; None where it can.
@@ -88,7 +88,7 @@ def verify(
 
     What it proves it proves for these actions; a loop that departs from them may still hang.
 
-    A session until the end is walked as far as its order of actions takes to repeat, where warm-up
+    An open-ended session is walked as far as its order of actions takes to repeat, where warm-up
     or window were set by hand: what comes after that waits for nothing else. Elsewhere the formula
     for the warm-up is the proof, and a short walk a check of it.
 
@@ -111,7 +111,7 @@ def verify(
     if count == UNTIL_END:
         if plan.schedule == "gpipe":
             raise PlanError(
-                "microbatches: a session until the end has no last microbatch to turn at, which "
+                "microbatches: an open-ended session has no last microbatch to turn at, which "
                 "the schedule 'gpipe' waits for; take '1f1b', or say how many"
             )
         count = until_it_repeats(plan, warm_up)

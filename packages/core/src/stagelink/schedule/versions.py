@@ -1,4 +1,4 @@
-"""Which version of a stage's weights a microbatch meets in the asynchronous schedules.
+"""Versions of a stage's weights that microbatches meet in the asynchronous schedules.
 
 Version ``v`` is what ``v`` updates of the stage have made. A microbatch meets the same version in
 its forward and in its backward, whatever the timing; different stages may have different ones.
@@ -28,7 +28,7 @@ __all__ = ["rounds_per_update", "version_for", "version_problems"]
 
 
 def rounds_per_update(plan: Plan, stage: Stage) -> int:
-    """How many rounds of backwards make one update of the stage, in an asynchronous schedule."""
+    """Rounds of backwards for one update of the stage, in an asynchronous schedule."""
     return plan.microbatches // stage.replicas if plan.two_versions else 1
 
 
@@ -47,7 +47,7 @@ def version_for(plan: Plan, stage: Stage, round_: int, warm_up: int) -> int:
 
 
 def version_problems(plan: Plan, warm_up: Sequence[int]) -> Iterator[str]:
-    """Why two versions are not enough, a line per stage; nothing for other schedules.
+    """Find why two versions are not enough, a line per stage; nothing for other schedules.
 
     Args:
         plan: the plan.

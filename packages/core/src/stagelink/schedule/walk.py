@@ -35,7 +35,7 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """How a walk ended.
+    """Result of a walk.
 
     Attributes:
         waits: the ranks that never got through, ascending; empty where all did.

@@ -1,8 +1,8 @@
-"""Warm-up: how many forwards a stage is ahead of its first backward in 1F1B.
+"""Warm-up: the forwards of a stage before its first backward in 1F1B.
 
 Two things bound the warm-up ``W_s`` of stage ``s`` with ``R_s`` replicas from below.
 
-*Throughput.* From a stage on, as many microbatches should be under way as there are ranks:
+*Throughput.* From a stage on, as many microbatches should be in flight as there are ranks:
 ``W_s >= (R_s + R_(s+1) + … - 1) // R_s``, PipeDream's default.
 
 *Progress.* Let the replicas of a stage wait for each other in every backward, as in asynchronous
@@ -12,8 +12,8 @@ rounds that end before microbatch ``k·R_t``. That holds for every ``k`` if and 
 ``W_s >= ceil(((W_t + 1)·R_t - gcd(R_s, R_t)) / R_s)``.
 
 If it holds on every edge, nothing can hang, whatever the graph: the forward of microbatch ``g``
-waits, over any way down and back up, only for forwards of microbatches before ``g``. That includes
-waits for a place in a window of ``W_s + 1``, and holds all the more without synchronisation, where
+waits, over any path down and up again, only for forwards of microbatches before ``g``. It includes
+waits for credit in a window of ``W_s + 1``, and holds all the more without synchronisation, where
 it still buys throughput: a balanced (1, 4, 1) takes half the time that it takes by the default.
 
 A stage that progress raises may run in step with the one before it, each waiting for the other;
