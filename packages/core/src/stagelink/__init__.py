@@ -1,4 +1,4 @@
-"""Stagelink moves tensors between the stages of a pipeline-parallel model.
+"""Point-to-point communication between the stages of a pipeline-parallel model.
 
 Load a `Plan`, `connect` each rank, and either let a `PipelineRunner` train the module or drive the
 `Session` of each pass yourself. Which wire carries a link is a rule in the plan.
