@@ -40,19 +40,19 @@ class House:
     def __init__(self) -> None:
         self.plane = Plane(0)
         self.guests: list[Frame] = []
-        self.plane.handle_hello(self._welcome, PROOF.check)
+        self.plane.door.expect(self._welcome, PROOF.check)
         self.address = f"\0stagelink-test-{id(self)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.address)
         listener.listen(100)
-        self.plane.listen(listener)
+        self.plane.door.open(listener)
         self.plane.reader.start()
         self._visitors = ExitStack()
 
     def _welcome(self, connection: Connection, frame: Frame) -> None:
         with self.plane.lock:
             self.guests.append(frame)
-            self.plane.introduce(connection, len(self.guests))
+            self.plane.door.introduce(connection, len(self.guests))
         self.plane.changed()
 
     def visit(self, wire: bytes = b"") -> socket.socket:
@@ -162,10 +162,10 @@ def test_without_descriptors_nobody_is_accepted_for_a_while(
             return self._sock.accept()
 
     with house.plane.lock:
-        (listener,) = house.plane._door._listeners
+        (listener,) = house.plane.door._listeners
         house.plane.reader.remove(listener)
-        house.plane._door._listeners.clear()
-        house.plane._door.open(Full(listener))  # type: ignore[arg-type]
+        house.plane.door._listeners.clear()
+        house.plane.door.open(Full(listener))  # type: ignore[arg-type]
     sock = house.visit(HELLO)
     house.wait_guests(1)
     assert len(tried) == 6
@@ -177,8 +177,8 @@ def test_a_shortage_is_told_where_a_rank_is_missed(monkeypatch: pytest.MonkeyPat
     def meet(rank: int, world_size: int, store: Store) -> str:
         with ready(store, rank, world_size) as me:
             if rank == 1:
-                monkeypatch.setattr(me.plane._door, "_accept", lambda listener: None)
-                me.plane._door.shortage = "[Errno 24] Too many open files"
+                monkeypatch.setattr(me.plane.door, "_accept", lambda listener: None)
+                me.plane.door.shortage = "[Errno 24] Too many open files"
             with pytest.raises(ConnectError) as caught:
                 me.meet(deadline_s=0.3)
             _wait_for_all(store, rank, world_size)
@@ -193,7 +193,7 @@ def test_nobody_is_accepted_once_all_are_here(house: House) -> None:
     stranger = house.visit()
     house.visit(HELLO)
     house.wait_guests(1)
-    house.plane.stop_listening()
+    house.plane.door.close()
     assert is_sent_away(stranger)
     with pytest.raises(ConnectionRefusedError):
         house.visit()
@@ -337,7 +337,7 @@ def test_how_a_connection_ended_is_told(number: int, wanted: str, found_by: str)
         mine.shutdown(socket.SHUT_RDWR)
         with pytest.raises(PeerLostError, match=wanted):
             other.wait(lambda: False, Deadline(LONG))
-        assert one.failure is None
+        assert one.failure.error is None
 
 
 class Broken:

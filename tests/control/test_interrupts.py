@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     from stagelink.control.connection import Frame
 
-MODULES = tuple(f"stagelink.control.{name}" for name in ("plane", "reader", "connection"))
+MODULES = tuple(
+    f"stagelink.control.{name}" for name in ("plane", "reader", "connection", "failure")
+)
 
 
 def _function(number: int, frame: FrameType | None) -> NoReturn:
@@ -186,7 +188,7 @@ def test_the_wait_raises_what_the_handler_raised(
             waiting, _ = pairs[-1].planes
             assert lock_is_free(waiting.lock, within_s=20), place
             assert waiting.reader._reader is None, place
-            if waiting.failure is not None and place.split(".")[0] == "Reader":
+            if waiting.failure.error is not None and place.split(".")[0] == "Reader":
                 text = pairs[-1].what_peer_hears()
                 assert text == f"rank 0 reports: rank 0 was stopped by {raised.__name__}: {place}"
                 failed += 1

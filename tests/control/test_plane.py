@@ -259,7 +259,7 @@ def test_a_goodbye_behind_a_reset_is_heard(line: Callable[[int], Line]) -> None:
         pair.say(1, 0, b"never read")
     pair.planes[0].post(1, Header(MessageKind.BYE))
     # With unread data: the peer is reset first.
-    pair.planes[0].drop(pair.planes[0]._connections.pop(1))
+    pair.planes[0].door.drop(pair.planes[0]._connections.pop(1))
     assert pair.planes[1].wait(lambda: 0 in pair.planes[1].gone, Deadline(LONG))
     pair.planes[1].wait(lambda: pair.planes[1]._connections[0].ended, Deadline(LONG))
     pair.planes[1].check()
@@ -273,8 +273,8 @@ def test_closing_reads_a_busy_peer_to_its_end(line: Callable[[int], Line]) -> No
     began = time.monotonic()
     pair.close(LONG)
     assert time.monotonic() - began < LONG / 2
-    assert pair.planes[0].failure is None
-    assert pair.planes[1].failure is None
+    assert pair.planes[0].failure.error is None
+    assert pair.planes[1].failure.error is None
 
 
 def test_the_first_failure_stays_and_the_cause_is_passed_on(line: Callable[[int], Line]) -> None:
@@ -285,7 +285,7 @@ def test_the_first_failure_stays_and_the_cause_is_passed_on(line: Callable[[int]
     told = three.wait_failed(2)
     assert isinstance(told, AbortedError)
     assert str(told) == "rank 0 reports: the first"
-    assert three.planes[2].cause == {"rank": 0, "text": "the first"}
+    assert three.planes[2].failure.cause == {"rank": 0, "text": "the first"}
     assert str(three.wait_failed(0)) == "the first"
 
 
@@ -319,12 +319,12 @@ def test_a_connection_that_comes_in_during_a_failure_is_told_too(
     pair = line(2)
     plane, send = pair.planes[0], Connection.send
     mine, theirs = socket.socketpair()
-    connection = plane.adopt(mine)
+    connection = plane.door.adopt(mine)
     greeters: list[threading.Thread] = []
 
     def greet_then_send(self: Connection, header: Header, *rest: bytes) -> None:
         if not greeters:
-            greeters.append(threading.Thread(target=plane.greet, args=(connection, HELLO)))
+            greeters.append(threading.Thread(target=plane.door.greet, args=(connection, HELLO)))
             greeters[0].start()
             greeters[0].join(0.2)
         send(self, header, *rest)
@@ -342,7 +342,7 @@ def test_a_connection_that_comes_in_during_a_failure_is_told_too(
 def test_who_was_greeted_and_has_not_answered_is_told_too() -> None:
     mine, theirs = socket.socketpair()
     plane = Plane(0)
-    plane.greet(plane.adopt(mine), HELLO)
+    plane.door.greet(plane.door.adopt(mine), HELLO)
     plane.fail(StagelinkError("early"))
     plane.close(Deadline(5))
     with (
@@ -356,10 +356,10 @@ def test_who_was_greeted_and_has_not_answered_is_told_too() -> None:
 def _acquainted(sock: socket.socket) -> Iterator[Plane]:
     """A plane that takes whoever says HELLO for rank 0."""
     plane = Plane(7)
-    plane.handle_hello(
-        lambda connection, frame: plane.introduce(connection, 0), lambda proof: None
+    plane.door.expect(
+        lambda connection, frame: plane.door.introduce(connection, 0), lambda proof: None
     )
-    plane.adopt(sock)
+    plane.door.adopt(sock)
     yield plane
     plane.close(Deadline(5))
 
@@ -449,7 +449,7 @@ def test_a_stranger_is_dropped_and_harms_nobody(
         Header(MessageKind.HELLO).pack(2) + b"{}",
     ):
         mine, theirs = socket.socketpair()
-        pair.planes[0].adopt(mine)
+        pair.planes[0].door.adopt(mine)
         with theirs:
             theirs.sendall(bytes_of_a_stranger)
             theirs.settimeout(0.0)

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,10 +19,6 @@ from tests.support.interrupts import Interrupted, interrupted_everywhere, lock_i
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
 
 
 class Source:
@@ -36,7 +32,7 @@ class Source:
         self.watched = threading.Event()
         self._has_read = threading.Condition()
         self._at_once = threading.Lock()
-        self.reader = Reader("stand-by", _raise)
+        self.reader = Reader("stand-by")
         self.reader.add(self._out, self._read)
         self._poll, self._dispatch = self.reader._poll, self.reader._dispatch
         self._wait_for_input = self.reader._wait_for_input
@@ -388,7 +384,7 @@ def test_the_stand_by_comes_in_after_an_interrupt_anywhere(
 
 @pytest.fixture
 def reader() -> Iterator[Reader]:
-    with closing(Reader("stand-by", _raise)) as reader:
+    with closing(Reader("stand-by")) as reader:
         yield reader
 
 

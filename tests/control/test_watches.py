@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -44,13 +44,9 @@ class Wire:
         self.theirs.close()
 
 
-def _raise(error: BaseException) -> NoReturn:
-    raise error
-
-
 @pytest.fixture
 def reader() -> Iterator[Reader]:
-    reader = Reader("stand-by", _raise)
+    reader = Reader("stand-by")
     yield reader
     reader.stop(Deadline(LONG))
     reader.close()

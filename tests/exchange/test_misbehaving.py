@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import stagelink
-from stagelink.control import plane
+from stagelink.control import failure
 from stagelink.deadline import Deadline
 from stagelink.transport.contract import FINISHED, Message, Pending, Receiver, Sender
 from stagelink.transport.header import MAX_NOTE_BYTES
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def _no_other_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody dies here, so it need not be waited for."""
-    monkeypatch.setattr(plane, "_EXPLAIN_S", 0.01)
+    monkeypatch.setattr(failure, "_EXPLAIN_S", 0.01)
 
 
 class Odd(Loopback):

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 import stagelink
+from stagelink.control.failure import State
 from stagelink.exchange import unclosed
 from tests.exchange.leavers import IN_A_CHILD, IN_THIS_PROCESS, SENT
 from tests.support.pipelines import LOOPBACK, document
@@ -74,7 +75,7 @@ def _end(engine: Any, looked: threading.Event, seen: list[object]) -> None:
     seen.append(engine in unclosed._open)
     looked.set()
     engine.leave(None)
-    seen.append(engine.plane._closed)
+    seen.append(engine.plane.failure.state is State.CLOSED)
 
 
 def test_a_process_ends_behind_a_handler_that_was_dropped() -> None:

@@ -21,7 +21,6 @@ LAYERS = [
 MOST_LINES = 400
 MOST_METHODS = 25
 TOO_LONG = {
-    "control/plane.py",
     "exchange/session.py",
     "interop/c10d/group.py",
     "testing/drivers.py",
@@ -30,7 +29,7 @@ TOO_LONG = {
 }
 """Modules that are yet to be divided."""
 
-TOO_WIDE = {"Plan", "Plane", "Rendezvous", "Session", "Wiring"}
+TOO_WIDE = {"Plan", "Rendezvous", "Session", "Wiring"}
 """Classes that are yet to be divided."""
 
 TESTS = {"TransportConformance"}

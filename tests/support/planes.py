@@ -24,9 +24,9 @@ def join(
     pair = socket.socketpair()
     connections = []
     for plane, peer, sock in zip((one, other), (other, one), pair, strict=True):
-        connection = plane.adopt(sock)
+        connection = plane.door.adopt(sock)
         connection.greeted = True
-        plane.introduce(connection, peer.rank)
+        plane.door.introduce(connection, peer.rank)
         connections.append(connection)
     if hands_over:
         connections[0].hand_to(connections[1].number)

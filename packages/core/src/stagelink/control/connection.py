@@ -10,6 +10,7 @@ then only tells of the end.
 
 from __future__ import annotations
 
+import enum
 import errno
 import itertools
 import os
@@ -45,6 +46,15 @@ _GONE = frozenset(
 )
 
 
+class _Writes(enum.Enum):
+    OPEN = enum.auto()
+    ENDING = enum.auto()
+    """After what is queued."""
+
+    BROKEN = enum.auto()
+    CLOSED = enum.auto()
+
+
 class _Chunk(NamedTuple):
     data: memoryview
     fds: tuple[int, ...]
@@ -65,7 +75,6 @@ class Connection:
         address: this host's address on it; loopback for a Unix socket.
         peer: the other end's rank, None until it has said HELLO.
         greeted: whether this end has said HELLO; only then may it say anything else.
-        said_bye: whether the peer has said goodbye.
         ended: whether the end of the peer's stream was read.
         lost_by: the system's error that broke the connection; None where there was none.
     """
@@ -83,7 +92,6 @@ class Connection:
         self.sock = sock
         self.peer: int | None = None
         self.greeted = False
-        self.said_bye = False
         self.ended = False
         self.lost_by: OSError | None = None
         self.address = _LOOPBACK if sock.family == socket.AF_UNIX else sock.getsockname()[0]
@@ -92,11 +100,9 @@ class Connection:
         self._on_handed = on_handed
         self._lock = threading.Lock()
         self._out: deque[_Chunk] = deque()
-        self._half_close = False
-        self._broken = False
+        self._writes = _Writes.OPEN
         self._twin: Connection | None = None
         self._handed: deque[Frame] = deque()
-        self._closed = False
         # One buffer for all reads: a fresh one of this size costs more than the system call.
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._framing = Framing(check_proof)
@@ -128,14 +134,14 @@ class Connection:
         if len(fds) > MAX_FDS:
             raise ProtocolError(f"{len(fds)} file descriptors in one frame; it takes {MAX_FDS}")
         with self._lock:
-            if self._broken or self._half_close:
+            if self._writes is not _Writes.OPEN:
                 return
             if self._twin is not None:
                 self._twin._take_over(Frame(header, note, payload, [*_duplicates(fds)]))
                 return
             data = header.pack(len(note), len(fds)) + note + payload
             sent = 0 if self._out else self._write(data, fds)
-            if sent == len(data) or self._broken:
+            if sent == len(data) or self._is_broken:
                 return
             kept = () if sent else fds
             self._out.append(_Chunk(memoryview(data)[sent:], _duplicates(kept)))
@@ -154,7 +160,7 @@ class Connection:
 
     def _take_over(self, frame: Frame) -> None:
         self._handed.append(frame)
-        if self._closed:
+        if self._writes is _Writes.CLOSED:
             self._drop_handed()
         else:
             self._on_handed(self)
@@ -162,32 +168,37 @@ class Connection:
     def flush(self) -> bool:
         """Write what is queued as far as it goes; True when nothing is left."""
         with self._lock:
-            while self._out and not self._broken:
+            while self._out and not self._is_broken:
                 chunk = self._out[0]
                 sent = self._write(chunk.data, chunk.fds)
-                if sent == 0 and not self._broken:
+                if sent == 0 and not self._is_broken:
                     return False
                 close_all(chunk.fds)
-                if sent < len(chunk.data) and not self._broken:
+                if sent < len(chunk.data) and not self._is_broken:
                     self._out[0] = _Chunk(chunk.data[sent:], ())
                     return False
                 self._out.popleft()
             self._drop_output()
-            if self._half_close:
+            if self._writes is _Writes.ENDING:
                 self._shut_writes()
         return True
 
     def finish_writes(self) -> None:
         """Send nothing more after what is queued: the peer then reads an end of file."""
         with self._lock:
-            self._half_close = True
-            if not self._out:
+            if self._writes is _Writes.OPEN:
+                self._writes = _Writes.ENDING
+            if self._writes is _Writes.ENDING and not self._out:
                 self._shut_writes()
 
     @property
     def flushed(self) -> bool:
         """Whether no output is queued."""
         return not self._out
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._writes in {_Writes.BROKEN, _Writes.CLOSED}
 
     def _write(self, data: bytes | memoryview, fds: Sequence[int]) -> int:
         try:
@@ -215,7 +226,7 @@ class Connection:
 
     def _break(self, error: OSError) -> None:
         """Keep why: the system tells it once, whoever asks first."""
-        self._broken = True
+        self._writes = _Writes.BROKEN
         if error.errno not in (errno.EPIPE, errno.ENOTCONN):  # which say that it was over before
             self.lost_by = self.lost_by or error
 
@@ -296,11 +307,10 @@ class Connection:
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took. Silent when done before."""
         with self._lock:
-            self._broken = True
+            self._writes = _Writes.CLOSED
             self._twin = None
             self._drop_output()
             self.sock.close()
-        self._closed = True
         self._drop_handed()
         self._framing.close()
 

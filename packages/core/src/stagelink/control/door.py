@@ -1,4 +1,4 @@
-"""Where connections come in: accepting them, and bounds on those of whom nothing is known yet.
+"""Where connections come in: the handshake, and bounds on those of whom nothing is known yet.
 
 A stranger costs a descriptor until it has shown the job's proof. So there are never more than a
 few, each has a moment to show it, and when this process is out of descriptors nobody is accepted
@@ -12,15 +12,19 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stagelink.control.connection import Connection
+from stagelink.control.framing import encode
+from stagelink.errors import ProtocolError
+from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     import socket
-    from contextlib import AbstractContextManager
 
-    from stagelink.control.connection import Connection
+    from stagelink.control.connection import Frame
+    from stagelink.control.failure import Failure
     from stagelink.control.reader import Reader
 
 __all__ = ["Door"]
@@ -41,57 +45,137 @@ _SHORT_S = 0.25
 
 
 class Door:
-    """The listeners of one rank, and who came by them.
+    """The listeners of one rank, and its connections whose peer is not known yet: strangers.
 
     Args:
         rank: this rank.
-        reader: where the listeners are watched.
-        adopt: makes a connection of a socket.
-        drop: closes a connection of a stranger.
-        lock: the plane's, held for everything here.
+        reader: watches listeners and connections.
+        connections: where those go whose peer is known.
+        failure: this rank's, told to who takes it for a peer.
+        on_ready: called by the reader with a connection, and what it is ready for.
 
     Attributes:
         shortage: why the last connection could not be accepted; empty where it was.
+        strangers: those that were accepted or dialled.
     """
 
     def __init__(
         self,
         rank: int,
         reader: Reader,
-        adopt: Callable[[socket.socket], Connection],
-        drop: Callable[[Connection], None],
-        lock: AbstractContextManager[Any],
+        connections: dict[int, Connection],
+        failure: Failure,
+        on_ready: Callable[[Connection, int], None],
     ) -> None:
         self.shortage = ""
+        self.strangers: set[Connection] = set()
         self._rank = rank
         self._reader = reader
-        self._adopt = adopt
-        self._drop = drop
-        self._lock = lock
+        self._connections = connections
+        self._failure = failure
+        self._on_ready = on_ready
+        self._on_hello: Callable[[Connection, Frame], None] = _expect_nobody
+        self._check_proof: Callable[[bytes], None] = _expect_nobody
         self._listeners: list[socket.socket] = []
-        self._strangers: dict[Connection, float] = {}
+        self._accepted: dict[Connection, float] = {}
         self._resume_s = -math.inf
         self._paused = False
+        reader.on_alarm = self._on_alarm
+
+    # -- the handshake
+
+    def expect(
+        self, handler: Callable[[Connection, Frame], None], check_proof: Callable[[bytes], None]
+    ) -> None:
+        """Name who judges the first frame of a new connection, before its peer is known.
+
+        Args:
+            handler: is given what came behind the proof.
+            check_proof: is given the proof, before anything else is read; raises to refuse it.
+        """
+        self._on_hello = handler
+        self._check_proof = check_proof
+
+    def adopt(
+        self, sock: socket.socket, known: Callable[[Connection], None] | None = None
+    ) -> Connection:
+        """Read from a connected socket, owned from now on; its peer is unknown until HELLO.
+
+        ``known`` is called with the connection before anything is read from it.
+        """
+        connection = Connection(sock, self._on_blocked, self._on_handed, self._check_proof)
+        with self._reader.lock:
+            self.strangers.add(connection)
+        if known is not None:
+            known(connection)
+        self._reader.add(sock, partial(self._on_ready, connection))
+        return connection
+
+    def _on_blocked(self, connection: Connection) -> None:
+        with self._reader.lock:
+            self._reader.watch_writes(connection.sock, wanted=True)
+
+    def _on_handed(self, connection: Connection) -> None:
+        self._reader.call(partial(self._on_ready, connection, 0))
+
+    def greet(self, connection: Connection, hello: bytes) -> None:
+        """Say HELLO; the other end then takes this rank for a peer, and is told if it fails."""
+        with self._reader.lock:
+            connection.send(Header(MessageKind.HELLO, sequence=connection.number), hello)
+            connection.greeted = True
+            if self._failure.error is not None:
+                connection.send(Header(MessageKind.ABORT), encode(self._failure.cause))
+
+    def receive(self, connection: Connection, frame: Frame) -> None:
+        """Have the first frame of a connection judged."""
+        self._on_hello(connection, frame)
+
+    def refuse(self, connection: Connection, error: ProtocolError) -> None:
+        """Close the connection of a stranger that does not keep to the protocol."""
+        logger.warning("rank %d: a stranger was refused: %s", self._rank, error)
+        self.drop(connection)
+
+    def introduce(self, connection: Connection, peer: int) -> None:
+        """Take a connection's peer for known and trusted from now on."""
+        with self._reader.lock:
+            connection.introduce(peer)
+            self._connections[peer] = connection
+            self._passed(connection)
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection and forget it."""
+        with self._reader.lock:
+            self._reader.remove(connection.sock)
+            connection.close()
+            self._passed(connection)
+
+    def _passed(self, connection: Connection) -> None:
+        """Note that it is a stranger's no more: it is known, or was closed."""
+        self.strangers.discard(connection)
+        if self._accepted.pop(connection, None) is not None:
+            self._look()
+
+    # -- the listeners
 
     def open(self, listener: socket.socket) -> None:
         """Accept connections on a listening socket, owned from now on."""
         listener.setblocking(False)
-        self._listeners.append(listener)
-        if not self._paused:
-            self._watch(listener)
+        with self._reader.lock:
+            self._listeners.append(listener)
+            if not self._paused:
+                self._watch(listener)
 
     def _watch(self, listener: socket.socket) -> None:
         self._reader.add(listener, partial(self._on_listener, listener))
 
-    def passed(self, connection: Connection) -> None:
-        """A connection is a stranger's no more: it is known, or was closed."""
-        if self._strangers.pop(connection, None) is not None:
-            self.look()
+    def _on_alarm(self) -> None:
+        with self._reader.lock:
+            self._look()
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Send away who took too long, and accept again where that is possible by now."""
         now = time.monotonic()
-        for connection, came_s in list(self._strangers.items()):
+        for connection, came_s in list(self._accepted.items()):
             if came_s + self._patience_s > now:
                 break
             logger.warning(
@@ -99,9 +183,9 @@ class Door:
                 self._rank,
                 now - came_s,
             )
-            del self._strangers[connection]
-            self._drop(connection)
-        if self._paused and self._resume_s <= now and len(self._strangers) < MAX_STRANGERS:
+            del self._accepted[connection]
+            self.drop(connection)
+        if self._paused and self._resume_s <= now and len(self._accepted) < MAX_STRANGERS:
             self._paused = False
             for listener in self._listeners:
                 self._watch(listener)
@@ -109,10 +193,10 @@ class Door:
 
     @property
     def _patience_s(self) -> float:
-        return _CROWDED_S if len(self._strangers) >= MAX_STRANGERS else HELLO_S
+        return _CROWDED_S if len(self._accepted) >= MAX_STRANGERS else HELLO_S
 
     def _set_alarm(self) -> None:
-        oldest_s = next(iter(self._strangers.values()), math.inf)
+        oldest_s = next(iter(self._accepted.values()), math.inf)
         due_s = oldest_s + self._patience_s
         self._reader.call_at(min(due_s, self._resume_s) if self._paused_short else due_s)
 
@@ -122,7 +206,7 @@ class Door:
 
     def _on_listener(self, listener: socket.socket, mask: int) -> None:
         del mask
-        with self._lock:
+        with self._reader.lock:
             # Else somebody has paused or closed it meanwhile.
             if not self._paused and listener.fileno() >= 0:
                 self._accept(listener)
@@ -138,8 +222,8 @@ class Door:
             self._pause(str(error))
             return
         self.shortage, self._resume_s = "", -math.inf
-        self._strangers[self._adopt(sock)] = time.monotonic()
-        if len(self._strangers) >= MAX_STRANGERS:
+        self._accepted[self.adopt(sock)] = time.monotonic()
+        if len(self._accepted) >= MAX_STRANGERS:
             self._pause("")
         self._set_alarm()
 
@@ -154,18 +238,24 @@ class Door:
         self._set_alarm()
 
     def close(self) -> None:
-        """Accept nobody any more, and send away who is still a stranger."""
-        for listener in self._listeners:
-            if not self._paused:
-                self._reader.remove(listener)
-            listener.close()
-        self._listeners.clear()
-        strangers, self._strangers = [*self._strangers], {}
-        for connection in strangers:
-            self._drop(connection)
-        self._set_alarm()
+        """Accept nobody any more, and send away who was accepted and is still a stranger."""
+        with self._reader.lock:
+            for listener in self._listeners:
+                if not self._paused:
+                    self._reader.remove(listener)
+                listener.close()
+            self._listeners.clear()
+            accepted, self._accepted = [*self._accepted], {}
+            for connection in accepted:
+                self.drop(connection)
+            self._set_alarm()
 
     def forget(self) -> None:
         """Give up, in a forked child, what it inherited."""
         for listener in self._listeners:
             listener.close()
+
+
+def _expect_nobody(*given: object) -> None:
+    del given
+    raise ProtocolError("HELLO where nobody is expected")

@@ -1,46 +1,242 @@
-"""What failed a handler: set once, raised again in every caller, told to every rank."""
+"""What ends the use of a rank's handler: set once, raised in every caller, told to every rank.
+
+The first failure stays; later ones change nothing.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import _thread
+import enum
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from stagelink.deadline import Deadline
+from stagelink.errors import (
+    AbortedError,
+    ClosedError,
+    ForkedError,
+    PeerClosedError,
+    StagelinkError,
+    TransportError,
+)
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
-    from stagelink.errors import StagelinkError
+    from stagelink.control.reader import Reader
 
-__all__ = ["Failure"]
+__all__ = ["Failure", "State"]
+
+_EXPLAIN_S = 0.5
+
+
+class State(enum.Enum):
+    """How far a handler has come; a failure is not part of it."""
+
+    OPEN = enum.auto()
+    CLOSING = enum.auto()
+    """Callers' waits end."""
+
+    LEAVING = enum.auto()
+    """This rank needs nothing more of its peers."""
+
+    CLOSED = enum.auto()
+    FORKED = enum.auto()
+    """This process is a fork of the one that connected."""
+
+
+_OPEN = State.OPEN  # asked several times a message: an enum's attribute is slow
 
 
 class Failure:
-    """The first failure of a handler; later ones change nothing. Used under the plane's lock.
+    """The failure of one rank's handler.
+
+    Args:
+        rank: this rank.
+        reader: reads meanwhile where a failure is to be explained.
+        ended: how each peer has left whose connection has ended after a goodbye.
+        tell: sends the cause to all peers but the one that told this rank; returns at once.
 
     Attributes:
+        state: whether the handler is open otherwise.
         error: what every later call raises; None while nothing has failed.
         cause: what other ranks are told: the ``rank`` where it began and its ``text``.
-        reported: whether a caller has been told.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        rank: int,
+        reader: Reader,
+        ended: Mapping[int, str],
+        tell: Callable[[int | None], None],
+    ) -> None:
+        self.state = State.OPEN
         self.error: StagelinkError | None = None
-        self.cause: dict[str, Any] = {}
-        self.reported = False
+        self.cause: Mapping[str, Any] = {}
+        self._rank = rank
+        self._reader = reader
+        self._ended = ended
+        self._tell = tell
+        self._forked: ForkedError | None = None
+        self._reported = False
+        reader.on_error = self.fail_reading
+        self._callbacks: list[Callable[[StagelinkError], None]] = []
 
-    def set(self, error: StagelinkError, rank: int, text: str) -> bool:
-        """Keep a failure; False if there was one already."""
-        if self.error is not None:
-            return False
-        self.error = error
-        self.cause = {"rank": rank, "text": text}
-        return True
+    def on_failure(self, callback: Callable[[StagelinkError], None]) -> None:
+        """Call back once when the handler fails; on any thread, must return at once."""
+        self._callbacks.append(callback)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that connected."""
+        return self.state is State.FORKED
+
+    # -- for callers
 
     def check(self) -> None:
-        """Raise the failure, if there is one, with its own cause.
+        """Raise if the handler can no longer be used.
 
-        As a new object: one that is raised from two threads would mix their tracebacks.
+        Raises:
+            ForkedError: this process was forked from the one that connected.
+            StagelinkError: the failure, as a fresh exception with the same cause.
+            ClosedError: it was closed.
         """
-        error = self.error
-        if error is None:
+        if self.state is _OPEN and self.error is None:
             return
-        fresh = type(error).__new__(type(error), *error.args)
-        fresh.args = error.args
-        fresh.__dict__.update(error.__dict__)
-        raise fresh from error.__cause__
+        try:
+            self.check_failure()
+        except StagelinkError:
+            self._reported = True
+            raise
+        raise ClosedError(f"rank {self._rank} is closed")
+
+    def check_failure(self) -> None:
+        """As `check`, but fine with a handler that is being closed."""
+        error = self._forked or self.error
+        if error is not None:
+            # As a new object: one that is raised from two threads would mix their tracebacks.
+            fresh = type(error).__new__(type(error), *error.args)
+            fresh.args = error.args
+            fresh.__dict__.update(error.__dict__)
+            raise fresh from error.__cause__
+
+    def check_reported(self) -> None:
+        """Raise a failure that no caller has been told of yet."""
+        if not self._reported:
+            self.check_failure()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Fail if what leaves a call is a signal handler's exception, Ctrl-C included.
+
+        It may have come in the middle of anything, a frame half dispatched, so the handler is of
+        no use any more; the other ranks are told what came. The exception stays the caller's.
+        """
+        if stops_caller(error) and not isinstance(error, GeneratorExit):
+            text = f": {error}" if str(error) else ""
+            stopped = AbortedError(
+                f"rank {self._rank} was stopped by {type(error).__name__}{text}"
+            )
+            stopped.__cause__ = error
+            self.fail(stopped)
+
+    # -- failing
+
+    def fail(
+        self,
+        error: StagelinkError,
+        *,
+        origin: int | None = None,
+        text: str | None = None,
+        told_by: int | None = None,
+    ) -> None:
+        """Poison the handler and tell every rank; the first failure stays. Returns at once.
+
+        Args:
+            error: what every later call on this rank raises.
+            origin: the rank where it began; None: here.
+            text: what the other ranks are told; None: the error's own text.
+            told_by: the peer that told us, which need not hear it again.
+        """
+        with self._reader.lock:
+            if self.state is State.CLOSED or self.error is not None:
+                return
+            self.cause = {
+                "rank": self._rank if origin is None else origin,
+                "text": text or str(error),
+            }
+            self.error = error
+            # With the lock held: whoever sees the failure may close at once, and then nothing
+            # more is sent.
+            self._tell(told_by)
+        for callback in self._callbacks:
+            callback(error)
+        self._reader.changed()
+
+    def fail_as_told(self, cause: Mapping[str, Any], told_by: int | None = None) -> None:
+        """Fail with the cause of another rank's failure, see `cause`."""
+        origin, text = cause.get("rank"), str(cause.get("text"))
+        told = AbortedError(f"rank {origin} reports: {text}")
+        self.fail(told, origin=origin, text=text, told_by=told_by)
+
+    def fail_reading(self, error: BaseException) -> None:
+        """Fail with what went wrong on the reading thread, where it is none of a signal's."""
+        if stops_caller(error):
+            self.interrupted(error)
+            raise error
+        if isinstance(error, TransportError):
+            self._blame_elsewhere(error)
+        elif isinstance(error, StagelinkError):
+            self.fail(error)
+        else:
+            wrapped = TransportError(f"rank {self._rank} failed while reading: {error!r}")
+            wrapped.__cause__ = error
+            self.fail(wrapped)
+
+    def fail_forked(self, text: str) -> None:
+        """Raise `ForkedError` in every later call, and tell nobody."""
+        self.state = State.FORKED
+        self._forked = ForkedError(text)
+
+    def blame(self, error: StagelinkError, peer: int | None = None) -> None:
+        """Fail with a transport's error, unless reading explains it better within a moment.
+
+        A transport often notices first that a peer is gone, but only the end of the peer's
+        connection says that it died, or that it had said goodbye. It does not wait on the reading
+        thread.
+
+        Args:
+            error: the transport's.
+            peer: at the other end of its link.
+
+        Raises:
+            PeerClosedError: the peer has gone, after a goodbye: that is no failure.
+        """
+        ended = self._ended
+
+        def explained() -> bool:
+            return self.error is not None or peer in ended
+
+        if not self._reader.reads_here:
+            self._reader.wait(explained, Deadline(_EXPLAIN_S))
+        if peer is not None and peer in ended and self.error is None:
+            raise PeerClosedError(
+                f"rank {self._rank}: peer rank {peer} {ended[peer]}: {error}"
+            ) from error
+        self.fail(error)
+
+    def _blame_elsewhere(self, error: StagelinkError) -> None:
+        """`blame`, from the reading thread: another waits, so that reading goes on meanwhile."""
+        try:
+            # Below `threading`, whose threads tell when they have begun: this must not block.
+            _thread.start_new_thread(self.blame, (error,))
+        except RuntimeError:  # there is no memory for one
+            self.fail(error)
+
+    def raise_blamed(self, error: StagelinkError, peer: int | None = None) -> NoReturn:
+        """`blame`, then raise what explains it best; for a caller's thread."""
+        if stops_caller(error):
+            self.interrupted(error)
+            raise error
+        self.blame(error, peer)
+        if not self._reader.reads_here:
+            self.check()
+        raise error

@@ -79,7 +79,7 @@ class Meeting:
         self._dialled: dict[Connection, int] = {}
         self._expected: frozenset[int] = frozenset()
         self.greetings: dict[int, dict[str, Any]] = {}
-        plane.handle_hello(self._on_hello, self._proof.check)
+        plane.door.expect(self._on_hello, self._proof.check)
 
     def meet(self, peers: Iterable[int], deadline: Deadline) -> None:
         """Connect to every peer; afterwards `greetings` has what each said.
@@ -107,13 +107,13 @@ class Meeting:
                 self._dial_unix(peer, addresses[peer]["address"], deadline)
         self._dial_far([peer for peer in sorted(far) if peer > self._plane.rank], deadline)
         self._wait_greeted(deadline)
-        self._plane.stop_listening()
+        self._plane.door.close()
 
     def _wait_greeted(self, deadline: Deadline) -> None:
         try:
             wait_for_ranks(self._plane, self._rendezvous, "HELLO", self._ungreeted, deadline)
         except ConnectError as error:
-            short = self._plane.shortage
+            short = self._plane.door.shortage
             if not short or stops_caller(error):
                 raise
             raise ConnectError(
@@ -136,7 +136,7 @@ class Meeting:
         name = f"stagelink-{secrets.token_hex(12)}"
         listener.bind(f"\0{name}")
         listener.listen(_BACKLOG)
-        self._plane.listen(listener)
+        self._plane.door.open(listener)
         return name
 
     def _listen_tcp(self, *, elsewhere: bool) -> None:
@@ -151,7 +151,7 @@ class Meeting:
             port,
             address.reason,
         )
-        self._plane.listen(listener)
+        self._plane.door.open(listener)
         self._rendezvous.publish("tcp", {"host": address.text, "port": port})
 
     def _address(self, *, elsewhere: bool) -> Address:
@@ -193,8 +193,8 @@ class Meeting:
                     f"{'' if isinstance(address, str) else _OTHER_INTERFACE}"
                 ) from error
             unless_connected.pop_all()
-        connection = self._plane.adopt(sock, lambda c: self._dialled.__setitem__(c, peer))
-        self._plane.greet(connection, self._hello)
+        connection = self._plane.door.adopt(sock, lambda c: self._dialled.__setitem__(c, peer))
+        self._plane.door.greet(connection, self._hello)
 
     def _awaits(self, peer: int, dialled: int | None) -> bool:
         new = peer in self._expected and peer not in self.greetings
@@ -209,10 +209,10 @@ class Meeting:
             raise ProtocolError(f"HELLO from rank {peer!r}, which is not expected here")
         if expected is None:
             _tune(connection.sock)
-            self._plane.greet(connection, self._hello)
+            self._plane.door.greet(connection, self._hello)
         if fields.get("process") == self._process:
             connection.hand_to(frame.header.sequence)
-        self._plane.introduce(connection, peer)
+        self._plane.door.introduce(connection, peer)
         greeting = fields.get("greeting")
         if not isinstance(greeting, dict):
             raise ProtocolError("HELLO without a greeting")
@@ -285,4 +285,6 @@ def wait_for_ranks(
         if late != told:
             rendezvous.tell_wait(step, late)
             told = late
-        rendezvous.find_failure(plane.fail_as_told)  # of a rank that no connection reaches yet
+        rendezvous.find_failure(
+            plane.failure.fail_as_told
+        )  # of a rank that no connection reaches yet

@@ -101,21 +101,21 @@ class Reader:
 
     Args:
         name: of the stand-by thread.
-        on_error: called on the reading thread with what went wrong in a turn; may raise it.
 
     Attributes:
         lock: guards everything that a ``ready`` looks at.
         on_long_wait: called about once a second in long waits, without the lock, by each.
+        on_error: called on the reading thread with what went wrong in a turn; may raise it.
         on_alarm: called in the turn after the moment that `call_at` was given.
         spin_s: seconds that a turn may poll before it blocks; how long is its own affair.
     """
 
-    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(self, name: str) -> None:
         self.lock = threading.RLock()
         self.on_long_wait: Callable[[], None] | None = None
-        self.on_alarm: Callable[[], None] | None = None
+        self.on_alarm: Callable[[], None] = lambda: None
+        self.on_error: Callable[[BaseException], None] | None = None
         self.spin_s = 0.0
-        self._on_error = on_error
         self._reader: _Bell | None = None
         self._phase = _Phase.AWAY
         self._waiting: set[_Bell] = set()
@@ -285,7 +285,9 @@ class Reader:
             if self._reader is me:
                 self._dispatch(self._poll(timeout_s))
         except BaseException as error:
-            self._on_error(error)
+            if self.on_error is None:
+                raise
+            self.on_error(error)
         finally:
             if self._reader is me:
                 self._phase = _Phase.AWAY
@@ -354,8 +356,7 @@ class Reader:
             self._watches.act()
         if self._alarm_s <= time.monotonic():
             self._alarm_s = math.inf
-            if self.on_alarm is not None:
-                self.on_alarm()
+            self.on_alarm()
 
     def _wait_for_input(self) -> None:
         """Block until a turn would not, and read nothing."""
@@ -379,8 +380,7 @@ class Reader:
             if stops_caller(error):
                 raise
 
-    def _on_wake(self, mask: int) -> None:
-        del mask
+    def _on_wake(self, _mask: int) -> None:
         try:
             self._wake_in.recv(4096)
         except BlockingIOError as error:

@@ -100,7 +100,7 @@ class Reducer:
         try:
             return self._combine(number, total, combine, deadline)
         except BaseException as error:
-            self._plane.interrupted(error)  # the others would wait for this rank's part
+            self._plane.failure.interrupted(error)  # the others would wait for this rank's part
             raise
 
     def _combine(

@@ -86,7 +86,7 @@ class Engine(Joint):
             error: that ended it, or None.
             why: it is left, for the peers and for the log.
         """
-        if self.plane.forked:
+        if self.plane.failure.forked:
             return
         with self._leaving:  # the end of the process waits for one that is under way
             if self.plane.start_closing():

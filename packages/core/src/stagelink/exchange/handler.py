@@ -259,12 +259,12 @@ class Handler:
     @property
     def failure(self) -> StagelinkError | None:
         """What failed this handler, or None."""
-        return self._plane.failure
+        return self._plane.failure.error
 
     @checked(callback=CALLABLE)
     def on_failure(self, callback: Callable[[StagelinkError], None]) -> None:
         """Call back once when this handler fails; on any thread, and must return at once."""
-        self._plane.on_failure(callback)
+        self._plane.failure.on_failure(callback)
 
     @checked(elsewhere=FLAG)
     def gloo_address(self, *, elsewhere: bool) -> str:
@@ -338,7 +338,7 @@ class Handler:
         if not self._start_closing():
             return
         lost = self._engine.close(Deadline(seconds))
-        self._plane.check_reported()
+        self._plane.failure.check_reported()
         if lost:
             text = ", ".join(f"{count} on {link}" for link, count in lost.items())
             if all(link.target in self._plane.ended for link in lost):
@@ -362,7 +362,7 @@ class Handler:
     def _start_closing(self) -> bool:
         self._dropped.detach()
         closed(self._engine)
-        return not self._plane.forked and self._plane.start_closing()
+        return not self._plane.failure.forked and self._plane.start_closing()
 
 
 def _leave_soon(engine: Engine) -> None:

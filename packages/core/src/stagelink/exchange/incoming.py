@@ -207,7 +207,7 @@ class Incoming:
         try:
             return self._receive(way, key, deadline)
         except BaseException as error:
-            self._plane.interrupted(error)  # it may have been taken, and would be lost
+            self._plane.failure.interrupted(error)  # it may have been taken, and would be lost
             raise
 
     def _receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:

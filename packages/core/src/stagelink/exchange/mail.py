@@ -80,7 +80,7 @@ class Mail:
             owed: producer and key of each message that was received and not answered.
             why: the error that ended it, for the peers; empty where none did.
         """
-        if self._plane.forked:
+        if self._plane.failure.forked:
             return
         # Before any answer: with a place in its window a sender goes on, and loses what it sends.
         self.out.tell_end(session, why)

@@ -127,7 +127,7 @@ class Outgoing:
         try:
             return self._send(way, key, job, copy=copy, deadline=deadline)
         except BaseException as error:
-            self._plane.interrupted(error)  # it may have a place, and would never start
+            self._plane.failure.interrupted(error)  # it may have a place, and would never start
             raise
 
     def _send(
@@ -256,7 +256,7 @@ class Outgoing:
             try:
                 way.link.submit(job, copy=copy)
             except StagelinkError as error:
-                self._plane.raise_blamed(error, way.peer)
+                self._plane.failure.raise_blamed(error, way.peer)
         way.counters.messages += 1
         way.counters.payload_bytes += job.header.payload_bytes
         self._event("send", way, job.header, 0.0)
@@ -297,7 +297,7 @@ class Outgoing:
             return
         with self._plane.lock:
             starts = way.window.release(session, microbatch)
-        if self._plane.failure is None:  # else nobody takes in what is sent
+        if self._plane.failure.error is None:  # else nobody takes in what is sent
             for start in starts:
                 start()
         self._plane.changed()

@@ -40,12 +40,12 @@ def wait_driving(
         try:
             link.drive(deadline)
         except (ClosedError, PeerClosedError) as error:
-            plane.interrupted(error)
+            plane.failure.interrupted(error)
             raise
         except StagelinkError as error:
-            plane.raise_blamed(error, link.link.source)
+            plane.failure.raise_blamed(error, link.link.source)
         except BaseException as error:
-            plane.interrupted(error)
+            plane.failure.interrupted(error)
             raise
         if deadline.passed:  # what is drivable would be so for ever
             return ready()

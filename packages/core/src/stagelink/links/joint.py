@@ -176,7 +176,7 @@ class Joint:
             logger.warning("rank %d: while it closed after a failure: %s", self.rank, another)
 
     def _leave_store(self, deadline: Deadline) -> None:
-        if self.plane.failure is not None:
+        if self.plane.failure.error is not None:
             # The dead never leave, and after a failure the others need nothing but the abort key.
             deadline = Deadline(min(_ABORT_KEY_S, deadline.remaining_s))
             self._watch.finish(deadline)

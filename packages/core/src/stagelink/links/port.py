@@ -110,7 +110,7 @@ class _Port:
         failure = TransportError(f"{self.link}: {type(error).__name__}: {error}")
         failure.__cause__ = error
         with suppress(PeerClosedError):  # then it is none
-            self._wiring.plane.blame(failure, self.peer)
+            self._wiring.plane.failure.blame(failure, self.peer)
 
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         if self._end.begins_here:
@@ -125,12 +125,12 @@ class _Port:
             self._end.check_open()
             return self._wiring.plane.check_reached(self.peer, f"an answer on {self.link}")
 
-        return self._wiring.plane.wait_while_closing(look, deadline)
+        return self._wiring.plane.wait(look, deadline, closing=True)
 
     def pause(self, seconds: float) -> None:
         # Not by reading, which counts whole milliseconds.
         self._end.check_open()
-        self._wiring.plane.check_failure()
+        self._wiring.plane.failure.check_failure()
         time.sleep(seconds)
 
     def wake(self) -> None:

@@ -37,7 +37,7 @@ class AbortWatch:
         self._looking: threading.Event | None = None
         self._telling: threading.Event | None = None
         self._last_look = 0.0
-        plane.on_failure(self._on_failure)
+        plane.failure.on_failure(self._on_failure)
         plane.reader.on_long_wait = self.look
 
     def look(self) -> None:
@@ -47,12 +47,12 @@ class AbortWatch:
             return
         if self._looking is None or self._looking.is_set():
             self._last_look = now
-            self._looking = self._rendezvous.find_failure(self._plane.fail_as_told)
+            self._looking = self._rendezvous.find_failure(self._plane.failure.fail_as_told)
 
     def _on_failure(self, cause: StagelinkError) -> None:
         del cause
         self._rendezvous.cut()
-        self._telling = self._rendezvous.tell_failure(encode(self._plane.cause).decode())
+        self._telling = self._rendezvous.tell_failure(encode(self._plane.failure.cause).decode())
 
     def finish(self, deadline: Deadline) -> None:
         """Wait until a failure of this rank is in the store, or the deadline."""

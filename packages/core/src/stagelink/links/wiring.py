@@ -94,7 +94,7 @@ class Wiring:
         plane.handle(MessageKind.CHOSEN, self._on_chosen)
         plane.handle(MessageKind.NOTE, self._on_note)
         plane.handle(MessageKind.READY, self._on_ready)
-        plane.on_failure(self._on_failure)
+        plane.failure.on_failure(self._on_failure)
         plane.hold_goodbye(self._busy)
         plane.on_ended(self._on_ended)
 
@@ -218,7 +218,7 @@ class Wiring:
         transport = transports[link.transport]
         capabilities = transport.capabilities
         lane = transport.lane(link) or HostLane(self.pool.take)
-        fail = partial(self.plane.blame, peer=other_end(link, self.rank))
+        fail = partial(self.plane.failure.blame, peer=other_end(link, self.rank))
         changed = self.plane.changed
         if link.source == self.rank:
             announce = partial(post_for, self.plane, link, link.target)
@@ -260,14 +260,14 @@ class Wiring:
         except (ClosedError, PeerClosedError):
             pass  # no failure; whoever waits for the peer is told so itself
         except StagelinkError as error:
-            self.plane.blame(error)
+            self.plane.failure.blame(error)
         except Exception as error:
             failure = TransportError(
                 f"rank {self.rank} cannot open its links with rank {peer}: "
                 f"{type(error).__name__}: {error}"
             )
             failure.__cause__ = error
-            self.plane.blame(failure)
+            self.plane.failure.blame(failure)
         with self.plane.lock:
             self._opening.remove(peer)
         self.plane.changed()
@@ -342,7 +342,7 @@ class Wiring:
         for end in self._ends.values():
             if isinstance(end, InLink):
                 end.drain_for_good()
-        self.plane.wait_while_closing(self._drained, deadline)
+        self.plane.wait(self._drained, deadline, closing=True)
         lost = Counter(
             {link: end.unfinished for link, end in self._ends.items() if isinstance(end, OutLink)}
         )

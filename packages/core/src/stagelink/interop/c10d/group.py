@@ -94,7 +94,7 @@ class StagelinkGroup(WithCollectives):
             self.abort(error)
             raise
         known = ref(self)  # destroyed groups are kept by nobody
-        self._meshes["cpu"].plane.on_failure(lambda _: _break_off(known()))
+        self._meshes["cpu"].plane.failure.on_failure(lambda _: _break_off(known()))
 
     def _join(self, given: Any, options: C10dOptions | None) -> None:
         global _world  # noqa: PLW0603 - as torch's own default group
@@ -130,14 +130,14 @@ class StagelinkGroup(WithCollectives):
         mesh = self._meshes["cpu"]
         with suppress(StagelinkError):
             mesh.plane.wait(lambda: False, Deadline(_CAUSE_S))
-        cause = mesh.plane.failure
+        cause = mesh.plane.failure.error
         return error if cause is None else mesh.error("collective", cause)
 
     def _check_meshes(self, error: BaseException) -> None:
         """Raise what the connections know of the reason why gloo's failed, as that of a death."""
         for mesh in self._meshes.values():
             try:
-                mesh.plane.check_failure()
+                mesh.plane.failure.check_failure()
             except StagelinkError as cause:
                 self.abort(cause)
                 raise cause from error
@@ -234,7 +234,7 @@ class StagelinkGroup(WithCollectives):
         try:
             link.submit(job, copy=False)
         except StagelinkError as error:
-            mesh.plane.raise_blamed(error)
+            mesh.plane.failure.raise_blamed(error)
         return job, link
 
     @untraced

@@ -169,7 +169,7 @@ class Mesh(Joint):
 
     def close(self, deadline: Deadline) -> dict[Link, int]:
         """As `Joint.close`; the second time, or in a fork, nothing is done."""
-        if self.plane.forked or self._closed:
+        if self.plane.failure.forked or self._closed:
             return {}
         self._closed = True
         closed(self)
@@ -184,6 +184,6 @@ class Mesh(Joint):
         A program may end without `destroy_process_group`: that is no death, nor is an error.
         """
         del error
-        if not self.plane.forked:
+        if not self.plane.failure.forked:
             self._drain(Deadline(self.plan.limits.close_deadline_s))
             self.close(Deadline(_EXIT_S))
