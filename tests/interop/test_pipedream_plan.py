@@ -10,7 +10,7 @@ import pytest
 from stagelink.errors import PlanError
 from stagelink.interop.pipedream.channels import WINDOW, Servers, plan_of
 from stagelink.interop.pipedream.deadlock import explain
-from stagelink.interop.pipedream.line import Account, Line, Passed
+from stagelink.interop.pipedream.topology import Declaration, Edge, Topology
 from stagelink.schedule import verify
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 GLOO = Servers("gloo", 1)
 
 
-def accounts(*stages: Sequence[int], skip: bool = False) -> list[Account]:
-    """What the ranks of a line say; with ``skip`` the first stage's also send to the last."""
+def declarations(*stages: Sequence[int], skip: bool = False) -> list[Declaration]:
+    """What the ranks of a topology say; with ``skip`` the first stage's also send to the last."""
     found = {}
     last = len(stages) - 1
     for s, ranks in enumerate(stages):
@@ -34,26 +34,26 @@ def accounts(*stages: Sequence[int], skip: bool = False) -> list[Account]:
             receives["skip"] = tuple(stages[0])
         for replica, rank in enumerate(ranks):
             place = (rank, replica, len(ranks), previous, following)
-            found[rank] = Account(*place, receives, sends, ("target",), True, "cpu")
+            found[rank] = Declaration(*place, receives, sends, ("target",), True, "cpu")
     return [found[rank] for rank in sorted(found)]
 
 
 def test_ranks_in_any_order() -> None:
-    told = accounts([0, 1, 4, 5], [2, 6], [3, 7])
-    line = Line.of([Account.from_json(account.to_json()) for account in told])
-    assert line.stages == ((0, 1, 4, 5), (2, 6), (3, 7))
-    assert line.places[6] == (1, 1)
-    assert set(line.passed) == {
-        *(Passed(f"out{s}", s, s + 1, True) for s in range(2)),
-        *(Passed("target", s, s + 1, False) for s in range(2)),
-        *(Passed("ack", s, s + 1, True) for s in range(2)),
+    told = declarations([0, 1, 4, 5], [2, 6], [3, 7])
+    topology = Topology.of([Declaration.from_json(declaration.to_json()) for declaration in told])
+    assert topology.stages == ((0, 1, 4, 5), (2, 6), (3, 7))
+    assert topology.places[6] == (1, 1)
+    assert set(topology.edges) == {
+        *(Edge(f"out{s}", s, s + 1, True) for s in range(2)),
+        *(Edge("target", s, s + 1, False) for s in range(2)),
+        *(Edge("ack", s, s + 1, True) for s in range(2)),
     }
 
 
 def test_a_tensor_past_a_stage() -> None:
-    line = Line.of(accounts([0, 1], [2, 3, 4], [5], skip=True))
-    assert Passed("skip", 0, 2, True) in line.passed
-    assert verify(plan_of(line, GLOO, {})).ok
+    topology = Topology.of(declarations([0, 1], [2, 3, 4], [5], skip=True))
+    assert Edge("skip", 0, 2, True) in topology.edges
+    assert verify(plan_of(topology, GLOO, {})).ok
 
 
 CONTRADICTIONS: list[tuple[int, dict[str, Any], str]] = [
@@ -72,32 +72,32 @@ CONTRADICTIONS: list[tuple[int, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("rank", "change", "text"), CONTRADICTIONS, ids=str)
 def test_contradictions(rank: int, change: dict[str, Any], text: str) -> None:
-    told = accounts([0, 1], [2, 3])
+    told = declarations([0, 1], [2, 3])
     told[rank] = replace(told[rank], **change)
     with pytest.raises(PlanError) as caught:
-        Line.of(told)
+        Topology.of(told)
     assert str(caught.value).startswith(text)
 
 
 def test_a_tensor_that_two_stages_use() -> None:
     """PipeDream keeps the last one, and the first waits for ever."""
-    told = accounts([0], [1], [2], skip=True)
+    told = declarations([0], [1], [2], skip=True)
     told[1] = replace(told[1], receives={**told[1].receives, "skip": (0,)})
     with pytest.raises(PlanError, match="'skip' from stage 0 to stage 1: rank 0 does not send it"):
-        Line.of(told)
-    told = accounts([0], [1], [2])
+        Topology.of(told)
+    told = declarations([0], [1], [2])
     told[1] = replace(told[1], receives={"out0": (0, 2)})
     with pytest.raises(PlanError, match=r"rank 1 has the ranks \[0, 2\] for 'out0'"):
-        Line.of(told)
-    told = accounts([0], [1])
+        Topology.of(told)
+    told = declarations([0], [1])
     told[0] = replace(told[0], previous=(1,))
     with pytest.raises(PlanError, match="no rank says that it is of the first stage"):
-        Line.of(told)
+        Topology.of(told)
 
 
 def links(backend: str | None, size: int, *stages: Sequence[int]) -> list[tuple[Any, ...]]:
     """Ranks and transport of each rule."""
-    plan = plan_of(Line.of(accounts(*stages)), Servers(backend, size), {})
+    plan = plan_of(Topology.of(declarations(*stages)), Servers(backend, size), {})
     return [
         (rule.keys.get("tensor", rule.keys.get("from_rank")), *rule.transports)
         for rule in plan.rules
@@ -124,8 +124,8 @@ def test_the_backend_within_servers_and_gloo_across() -> None:
 
 
 def test_the_callers_tables_go_first() -> None:
-    line = Line.of(accounts([0], [1]))
-    plan = plan_of(line, GLOO, {})
+    topology = Topology.of(declarations([0], [1]))
+    plan = plan_of(topology, GLOO, {})
     assert (plan.window, plan.limits.deadline_s, plan.limits.first_deadline_s) == (
         WINDOW,
         600,
@@ -136,18 +136,18 @@ def test_the_callers_tables_go_first() -> None:
         "limits": {"deadline_s": 7.0},
         "links": [{"transport": "shm"}],
     }
-    plan = plan_of(line, GLOO, tables)
+    plan = plan_of(topology, GLOO, tables)
     assert (plan.window, plan.limits.deadline_s, plan.limits.first_deadline_s) == (5, 7, 1800)
     assert [rule.transports for rule in plan.rules] == [("shm",)]
     with pytest.raises(PlanError, match=r"the plan of PipeDream's maps: limits\.dedline_s"):
-        plan_of(line, GLOO, {"limits": {"dedline_s": 7.0}})
+        plan_of(topology, GLOO, {"limits": {"dedline_s": 7.0}})
 
 
 def test_the_window_is_no_bound_for_any_shape() -> None:
     for stages in ([[0]], [[*range(8)], [*range(8, 12)], [*range(12, 16)]]):
-        line = Line.of(accounts(*stages))
-        if line.passed:
-            assert verify(plan_of(line, GLOO, {})).ok
+        topology = Topology.of(declarations(*stages))
+        if topology.edges:
+            assert verify(plan_of(topology, GLOO, {})).ok
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_the_window_is_no_bound_for_any_shape() -> None:
 def test_what_is_said_of_a_hang(
     stages: list[list[int]], counts: int, found: list[int | None], text: str
 ) -> None:
-    line = Line.of(accounts(*stages))
+    topology = Topology.of(declarations(*stages))
     own = [[counts // len(ranks)] * len(ranks) for ranks in stages]
-    assert text in explain(line, own, found)
+    assert text in explain(topology, own, found)

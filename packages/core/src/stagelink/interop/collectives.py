@@ -10,7 +10,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+
+from stagelink.interop.tools import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
     Explain = Callable[[RuntimeError], BaseException]
 
-__all__ = ["ExplainedWork", "explained"]
+__all__ = ["ExplainedGroup", "ExplainedWork", "explained"]
 
 _WITHOUT_END = timedelta(0)
 """A wait's time-out as torch writes none: the group's own then holds."""
@@ -92,4 +95,34 @@ def explained(name: str) -> Any:
 
     collective.__name__ = name
     collective.__doc__ = f"Torch's own ``{name}``."
-    return collective
+    return untraced(collective)
+
+
+class ExplainedGroup(dist.ProcessGroup):
+    """A process group whose collectives another group carries out, with errors explained.
+
+    Attributes:
+        inner: the group that carries them out.
+        explain: the subclass's: gives the error to raise in place of one of the inner group's;
+            may block for a moment.
+    """
+
+    inner: dist.ProcessGroup
+    explain: Explain
+
+    allgather = explained("allgather")
+    allgather_into_tensor_coalesced = explained("allgather_into_tensor_coalesced")
+    allreduce = explained("allreduce")
+    allreduce_coalesced = explained("allreduce_coalesced")
+    alltoall_base = explained("alltoall_base")
+    barrier = explained("barrier")
+    broadcast = explained("broadcast")
+    monitored_barrier = explained("monitored_barrier")
+    reduce_scatter = explained("reduce_scatter")
+    reduce_scatter_tensor_coalesced = explained("reduce_scatter_tensor_coalesced")
+
+    def _carry_out_by(self, device: str, kind: Any, backend: Any) -> None:
+        """Have a backend carry out the collectives of a kind of device."""
+        for group in (self, self.inner):
+            group._register_backend(torch.device(device), kind, backend)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

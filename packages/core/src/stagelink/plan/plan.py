@@ -30,7 +30,7 @@ from stagelink.text import shown, unknown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from stagelink.plan.document import Control, Document, Limits
+    from stagelink.plan.document import Control, Limits
     from stagelink.plan.rules import LinkRule
 
 __all__ = ["Plan"]
@@ -114,7 +114,25 @@ class Plan:
         Raises:
             PlanError: with a line for everything that is wrong.
         """
-        return cls._from_document(read_document(mapping, where))
+        document = read_document(mapping, where)
+        tensors = tensors_of(document)
+        pipeline = document.pipeline
+        return cls(
+            name=pipeline.name,
+            schedule=pipeline.schedule,
+            microbatches=pipeline.microbatches,
+            stages=stages_of(document),
+            tensors=tensors,
+            edges=edges_of(tensors),
+            rules=rules_of(document),
+            servers=servers_of(document),
+            routing=pipeline.routing,
+            window=pipeline.window,
+            transports=document.transports,
+            control=document.control,
+            limits=document.limits,
+            observers=tuple(pipeline.observers),
+        )
 
     @cached_property
     def world_size(self) -> int:
@@ -233,27 +251,6 @@ class Plan:
         if problems:
             raise PlanError("\n".join(problems))
 
-    @classmethod
-    def _from_document(cls, document: Document) -> Plan:
-        tensors = tensors_of(document)
-        pipeline = document.pipeline
-        return cls(
-            name=pipeline.name,
-            schedule=pipeline.schedule,
-            microbatches=pipeline.microbatches,
-            stages=stages_of(document),
-            tensors=tensors,
-            edges=edges_of(tensors),
-            rules=rules_of(document),
-            servers=servers_of(document),
-            routing=pipeline.routing,
-            window=pipeline.window,
-            transports=document.transports,
-            control=document.control,
-            limits=document.limits,
-            observers=tuple(pipeline.observers),
-        )
-
     def _place(self, rank: int) -> tuple[int, int]:
         if not is_a(rank, int) or rank not in self._places:
             last = self.world_size - 1
@@ -279,17 +276,18 @@ class Plan:
 
     @cached_property
     def _inputs(self) -> Sequence[tuple[Edge, ...]]:
-        return self._edges_by(attrgetter("target"))
+        return _by_stage(self, attrgetter("target"))
 
     @cached_property
     def _outputs(self) -> Sequence[tuple[Edge, ...]]:
-        return self._edges_by(attrgetter("source"))
+        return _by_stage(self, attrgetter("source"))
 
-    def _edges_by(self, end: Callable[[Edge], int]) -> Sequence[tuple[Edge, ...]]:
-        edges: list[list[Edge]] = [[] for _ in self.stages]
-        for edge in self.edges:
-            edges[end(edge)].append(edge)
-        return [tuple(of_stage) for of_stage in edges]
+
+def _by_stage(plan: Plan, end: Callable[[Edge], int]) -> Sequence[tuple[Edge, ...]]:
+    edges: list[list[Edge]] = [[] for _ in plan.stages]
+    for edge in plan.edges:
+        edges[end(edge)].append(edge)
+    return [tuple(of_stage) for of_stage in edges]
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str, object]]:

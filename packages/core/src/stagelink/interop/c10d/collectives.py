@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from stagelink.errors import ConnectError
-from stagelink.interop.c10d.tools import untraced
-from stagelink.interop.collectives import explained
+from stagelink.interop.collectives import ExplainedGroup
 from stagelink.runner.replicas import break_off
 from stagelink.transport.gloo_groups import THREADS, gloo_group
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from datetime import timedelta
 
     from torch.distributed import Store
@@ -28,32 +27,10 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 _YES = frozenset({"1", "t", "true", "y", "yes"})
 
 
-def _handed_on(name: str) -> Any:
-    return untraced(explained(name))
+class WithCollectives(ExplainedGroup):
+    """A process group that has its collectives from others: gloo, on CUDA tensors nccl."""
 
-
-class WithCollectives(dist.ProcessGroup):
-    """A process group that has its collectives from others: gloo, on CUDA tensors nccl.
-
-    Attributes:
-        inner: the group that carries them out.
-        explain: the subclass's: gives the error to raise in place of one of the inner group's;
-            may block for a moment.
-    """
-
-    explain: Callable[[RuntimeError], BaseException]
     _breaker: threading.Thread | None = None
-
-    allgather = _handed_on("allgather")
-    allgather_into_tensor_coalesced = _handed_on("allgather_into_tensor_coalesced")
-    allreduce = _handed_on("allreduce")
-    allreduce_coalesced = _handed_on("allreduce_coalesced")
-    alltoall_base = _handed_on("alltoall_base")
-    barrier = _handed_on("barrier")
-    broadcast = _handed_on("broadcast")
-    monitored_barrier = _handed_on("monitored_barrier")
-    reduce_scatter = _handed_on("reduce_scatter")
-    reduce_scatter_tensor_coalesced = _handed_on("reduce_scatter_tensor_coalesced")
 
     def _add_collectives(
         self, given: Any, store: Store, ranks: Sequence[int], address: str
@@ -100,9 +77,7 @@ class WithCollectives(dist.ProcessGroup):
         self._options = gloo.options
         self._gloo = gloo
         self.inner = dist.ProcessGroup(store, rank, size)
-        self._carry_out_by(torch.device("cpu"), kinds.GLOO, _checked(gloo, given, store))
-        for group in (self, self.inner):
-            group._set_default_backend(kinds.GLOO)
+        self._carry_out_by("cpu", kinds.GLOO, _checked(gloo, given, store))
         # A rank that has sent may leave before the others receive, and would break off gloo's
         # connecting for those that are still at it.
         self.barrier().wait()
@@ -111,7 +86,7 @@ class WithCollectives(dist.ProcessGroup):
             options._timeout = given.timeout
             store = dist.PrefixStore("cuda", store)
             nccl = dist.ProcessGroupNCCL(store, rank, size, options)
-            self._carry_out_by(torch.device("cuda"), kinds.NCCL, _checked(nccl, given, store))
+            self._carry_out_by("cuda", kinds.NCCL, _checked(nccl, given, store))
 
     def _break_collectives(self) -> None:
         """End the collectives that wait in gloo, as those after a death; returns at once."""
@@ -121,10 +96,6 @@ class WithCollectives(dist.ProcessGroup):
         """Wait for what `_break_collectives` has started; it takes a moment."""
         if self._breaker is not None:
             self._breaker.join(_BREAK_S)
-
-    def _carry_out_by(self, device: torch.device, kind: Any, backend: Any) -> None:
-        for group in (self, self.inner):
-            group._register_backend(device, kind, backend)
 
     @property
     def _timeout(self) -> timedelta:

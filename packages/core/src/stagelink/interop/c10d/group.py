@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from stagelink.deadline import Deadline
-from stagelink.errors import MessageError, PlanError, StagelinkError
+from stagelink.errors import MessageError, StagelinkError
 from stagelink.interop.c10d.arguments import one_tensor, whole
 from stagelink.interop.c10d.collectives import WithCollectives
 from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions
-from stagelink.interop.c10d.tools import recorded, untraced
 from stagelink.interop.c10d.works import Given, RecvWork, SendWork
+from stagelink.interop.tools import recorded, untraced
 from stagelink.links.arrival import Arrival
 from stagelink.links.out_link import SendJob
 from stagelink.transport.addresses import check_reachable, is_loopback
@@ -37,29 +37,16 @@ if TYPE_CHECKING:
 
     from stagelink.links.out_link import OutLink
 
-__all__ = ["StagelinkGroup", "register"]
+__all__ = ["NAME", "StagelinkGroup"]
 
-_NAME = "stagelink"
+NAME = "stagelink"
+"""The backend's name."""
+
 _CAUSE_S = 2.0
 _HASH_BYTES = 8
 _LOOPBACK = "127.0.0.1"
 _MOST_TAG = 2**63 - 1
 _world: StagelinkGroup | None = None
-
-
-def register() -> None:
-    """Make the backend known to ``torch.distributed``; again does nothing."""
-    if _NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(given: Any, options: object) -> StagelinkGroup:
-    if options is not None and not isinstance(options, C10dOptions):
-        raise PlanError(
-            f"c10d options: pg_options: a {type(options).__name__}; give a "
-            "stagelink.interop.c10d.C10dOptions"
-        )
-    return StagelinkGroup(given, options)
 
 
 class StagelinkGroup(WithCollectives):
@@ -323,7 +310,7 @@ class StagelinkGroup(WithCollectives):
 
     def getBackendName(self) -> str:
         """``stagelink``."""
-        return _NAME
+        return NAME
 
     @property
     def transports(self) -> dict[str, dict[int, str]]:

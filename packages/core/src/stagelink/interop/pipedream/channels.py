@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stagelink.interop.pipedream.line import ACK
+from stagelink.interop.pipedream.topology import ACK
 from stagelink.plan import Plan
 
 if TYPE_CHECKING:
-    from stagelink.interop.pipedream.line import Line, Passed
+    from stagelink.interop.pipedream.topology import Edge, Topology
     from stagelink.plan import Limits
 
 __all__ = ["DEFAULTS", "WINDOW", "Servers", "channel", "limits_of", "plan_of"]
@@ -71,11 +71,11 @@ def limits_of(tables: Mapping[str, Any]) -> Limits:
     return Plan.from_dict(stand_in, where="CommunicationHandler.tables").limits
 
 
-def plan_of(line: Line, servers: Servers, tables: Mapping[str, Mapping[str, Any]]) -> Plan:
+def plan_of(topology: Topology, servers: Servers, tables: Mapping[str, Mapping[str, Any]]) -> Plan:
     """The plan that all ranks make for themselves, and connect with.
 
     Args:
-        line: the pipeline.
+        topology: the pipeline.
         servers: which transports to ask for.
         tables: more of the plan's tables, as a file has them; they go before what is made here.
 
@@ -83,10 +83,10 @@ def plan_of(line: Line, servers: Servers, tables: Mapping[str, Mapping[str, Any]
         PlanError: the tables do not fit.
     """
     pairs = [
-        (passed, source, target)
-        for passed in line.passed
-        for source in line.stages[passed.source]
-        for target in line.stages[passed.target]
+        (edge, source, target)
+        for edge in topology.edges
+        for source in topology.stages[edge.source]
+        for target in topology.stages[edge.target]
     ]
     own: dict[str, Mapping[str, Any]] = {
         "pipeline": {"name": "pipedream", "microbatches": 1, "window": WINDOW},
@@ -97,31 +97,31 @@ def plan_of(line: Line, servers: Servers, tables: Mapping[str, Mapping[str, Any]
         **own,
         **merged,
         "stages": [
-            {"name": f"stage {s}.{r}", "ranks": [rank], "device": line.devices[rank]}
-            for s, ranks in enumerate(line.stages)
+            {"name": f"stage {s}.{r}", "ranks": [rank], "device": topology.devices[rank]}
+            for s, ranks in enumerate(topology.stages)
             for r, rank in enumerate(ranks)
         ],
         "tensors": [
             {
-                "name": channel(passed.name, source, target),
-                "from": _stage_name(line, source),
-                "to": _stage_name(line, target),
-                "grad": passed.answered,
+                "name": channel(edge.name, source, target),
+                "from": _stage_name(topology, source),
+                "to": _stage_name(topology, target),
+                "grad": edge.answered,
             }
-            for passed, source, target in pairs
+            for edge, source, target in pairs
         ],
         "links": tables.get("links", [*_rules(pairs, servers)]),
     }
     return Plan.from_dict(document, where="the plan of PipeDream's maps")
 
 
-def _stage_name(line: Line, rank: int) -> str:
-    stage, replica = line.places[rank]
+def _stage_name(topology: Topology, rank: int) -> str:
+    stage, replica = topology.places[rank]
     return f"stage {stage}.{replica}"
 
 
 def _rules(
-    pairs: Sequence[tuple[Passed, int, int]], servers: Servers
+    pairs: Sequence[tuple[Edge, int, int]], servers: Servers
 ) -> Iterable[Mapping[str, Any]]:
     """The backend within servers, but for acks; Gloo across."""
     inside = _IN_SERVER.get(servers.backend or "", "auto")
@@ -130,7 +130,7 @@ def _rules(
     together = {pair for pair in ends if size > 1 and pair[0] // size == pair[1] // size}
     if inside == _ACROSS:
         together = set()
-    acks = [channel(ACK, source, target) for passed, source, target in pairs if passed.name == ACK]
+    acks = [channel(ACK, source, target) for edge, source, target in pairs if edge.name == ACK]
     if together and acks:
         yield {"tensor": acks, "transport": _ACROSS}
     for server in sorted({source // size for source, _ in together}):

@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from stagelink.arguments import COUNT, FLAG, MAPPING, checked
-from stagelink.errors import (
-    PlanError,
-    StagelinkError,
-    UsageError,
-)
+from stagelink.errors import PlanError, StagelinkError, UsageError
 from stagelink.exchange.connect import connect
 from stagelink.interop.pipedream.channels import Servers, limits_of, plan_of
-from stagelink.interop.pipedream.line import ACK, NAMES, RANKS, RANKS_BY_NAME, Account, Line
 from stagelink.interop.pipedream.loop import Loop
 from stagelink.interop.pipedream.meeting import Meeting
 from stagelink.interop.pipedream.phase import Place
 from stagelink.interop.pipedream.replicas import explain_by
+from stagelink.interop.pipedream.topology import (
+    ACK,
+    NAMES,
+    RANKS,
+    RANKS_BY_NAME,
+    Declaration,
+    Topology,
+)
 
 if TYPE_CHECKING:
     from stagelink.exchange.handler import Handler
@@ -95,10 +98,8 @@ class CommunicationHandler:
             raise PlanError(
                 f"num_ranks_in_server must be an int of at least 1, not {num_ranks_in_server!r}"
             )
-        self.rank = rank
-        self.local_rank = local_rank
+        self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
         self.num_ranks_in_server = num_ranks_in_server
-        self.world_size = world_size
         self.fp16 = fp16
         self.backend = backend
         self.receive_ranks: dict[str, Ranks] = {}
@@ -170,16 +171,15 @@ class CommunicationHandler:
         self.ranks_in_previous_stage = ranks_in_previous_stage
         self.ranks_in_next_stage = ranks_in_next_stage
         targets = sorted(target_tensor_names)
-        account = self._account(targets)
-        line = Line.of(self._meeting.exchange(account))
+        topology = Topology.of(self._meeting.exchange(self._declaration(targets)))
         self._initialized = True
         for name in targets:
             if ranks_in_previous_stage:
                 receive_ranks[name] = ranks_in_previous_stage
             if ranks_in_next_stage:
                 send_ranks[name] = ranks_in_next_stage
-        if line.passed:
-            plan = plan_of(line, Servers(self.backend, self.num_ranks_in_server), self.tables)
+        if topology.edges:
+            plan = plan_of(topology, Servers(self.backend, self.num_ranks_in_server), self.tables)
             self._comm = connect(
                 plan,
                 rank=self.rank,
@@ -188,7 +188,7 @@ class CommunicationHandler:
                 run_id="pipedream",
             )
             explain_by(self._comm)
-        place = Place(line, self.rank, {**training_tensor_dtypes, ACK: torch.int64})
+        place = Place(topology, self.rank, {**training_tensor_dtypes, ACK: torch.int64})
         self._loop = Loop(place, self._comm, self._meeting)
 
     @checked(tensor_shapes=MAPPING)
@@ -263,8 +263,7 @@ class CommunicationHandler:
         Raises:
             MessageError: shape or dtype is wrong.
             UsageError: a name or minibatch out of place, or sent before.
-            DeadlineError: no answer made place; the text has the state of this rank, and of the
-                loop if that is why.
+            DeadlineError: no credit came; the text has this rank's state, and the loop's cycle.
             StagelinkError: this or another rank has failed or gone.
         """
         del backward_minibatch_id
@@ -334,7 +333,7 @@ class CommunicationHandler:
 
     # -- inside
 
-    def _account(self, targets: Sequence[str]) -> Account:
+    def _declaration(self, targets: Sequence[str]) -> Declaration:
         maps = {
             what: {name: tuple(found[name]) for name in found if name not in targets}
             for what, found in (("receives", self.receive_ranks), ("sends", self.send_ranks))
@@ -342,7 +341,7 @@ class CommunicationHandler:
         for name in (*maps["receives"], *maps["sends"]):
             if not isinstance(self.training_tensor_dtypes.get(name), torch.dtype):
                 raise PlanError(f"rank {self.rank}: training_tensor_dtypes has none for {name!r}")
-        return Account(
+        return Declaration(
             rank=self.rank,
             replica=self.rank_in_stage,
             replicas=self.num_ranks_in_stage,

@@ -117,7 +117,7 @@ class Loop:
         phase = self._current(backward)
         with self._explained(phase):
             if backward:
-                number = phase.due_to(name, self.progress.returned)
+                number = phase.due(name, self.progress.returned, back=True)
                 self._begin_backward(phase, number)
                 phase.answer(name, tensor, number)
             else:
@@ -129,7 +129,7 @@ class Loop:
         phase = self._current(backward)
         with self._explained(phase):
             if not backward:
-                number = phase.due_from(name, self.progress.received)
+                number = phase.due(name, self.progress.received, back=False)
                 tensor = phase.recv(name, number)
                 self.progress.sent(number)
                 return tensor
@@ -158,7 +158,7 @@ class Loop:
                 f"ranks {evaluating} start an evaluation, the others a training; every rank goes "
                 "through the same phases"
             )
-        return [[int(heard[2 * one]) for one in stage] for stage in self._place.line.stages]
+        return [[int(heard[2 * one]) for one in stage] for stage in self._place.topology.stages]
 
     def _begin_backward(self, phase: Phase, number: int) -> None:
         if not self.progress.backwards and not phase.forward_only:
@@ -190,5 +190,5 @@ class Loop:
         )
         if phase.forward_only:
             return text
-        found = self._meeting.warm_up(place.line.stages)
-        return f"{text}. In PipeDream's schedule, {explain(place.line, self._counts, found)}"
+        found = self._meeting.warm_up(place.topology.stages)
+        return f"{text}. In PipeDream's schedule, {explain(place.topology, self._counts, found)}"

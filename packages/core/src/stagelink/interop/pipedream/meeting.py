@@ -11,8 +11,8 @@ from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, PlanError, UsageError
-from stagelink.interop.pipedream.line import Account
 from stagelink.interop.pipedream.replicas import backend_for, explain_by
+from stagelink.interop.pipedream.topology import Declaration
 from stagelink.plan.launch import launch_problems
 from stagelink.transport.interrupts import stops_caller
 
@@ -111,16 +111,16 @@ class Meeting:
         if error is not None:
             raise error
 
-    def exchange(self, account: Account) -> list[Account]:
+    def exchange(self, declaration: Declaration) -> list[Declaration]:
         """Tell this rank's maps and wait for those of all others.
 
         Raises:
             ConnectError: some have not come; they are named.
         """
         deadline = Deadline(self._patience_s)
-        self._rendezvous.publish("account", account.to_json())
-        found = self._rendezvous.read("account", [*range(self._world_size)], deadline)
-        return [Account.from_json(found[rank]) for rank in range(self._world_size)]
+        self._rendezvous.publish("declaration", declaration.to_json())
+        found = self._rendezvous.read("declaration", [*range(self._world_size)], deadline)
+        return [Declaration.from_json(found[rank]) for rank in range(self._world_size)]
 
     def tell_warm_up(self, warm_up: int) -> None:
         """Leave word of this rank's warm-up for a rank that looks for the reason of a hang."""

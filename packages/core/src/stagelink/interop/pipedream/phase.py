@@ -2,7 +2,7 @@
 
 A minibatch is asked for by its number among the rank's own in the phase, from 0. What comes from
 the stage before, and goes back there, has no number in PipeDream but a cursor that says which peer
-is next: each tensor and peer has a FIFO queue, which `Phase.due_from` and `Phase.due_to` follow.
+is next: each tensor and peer has a FIFO queue, which `Phase.due` follows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 
 from stagelink.arguments import is_a
 from stagelink.errors import UsageError
-from stagelink.interop.pipedream.carrying import (
+from stagelink.interop.pipedream.channels import channel
+from stagelink.interop.pipedream.dtypes import (
     check_dtype,
     check_target,
     detached,
@@ -24,15 +25,14 @@ from stagelink.interop.pipedream.carrying import (
     plain_of,
     unpacked,
 )
-from stagelink.interop.pipedream.channels import channel
-from stagelink.interop.pipedream.line import ACK
+from stagelink.interop.pipedream.topology import ACK
 from stagelink.transport.lanes import device_here
 from stagelink.transport.modes import outside_modes
 
 if TYPE_CHECKING:
     from stagelink.exchange.session import Session
     from stagelink.interop.pipedream.assignment import Assignment
-    from stagelink.interop.pipedream.line import Line, Passed
+    from stagelink.interop.pipedream.topology import Edge, Topology
 
 __all__ = ["Phase", "Place"]
 
@@ -41,27 +41,27 @@ logger = logging.getLogger("stagelink")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank in the line.
+    """A rank in the pipeline.
 
     Attributes:
-        line: the pipeline.
+        topology: the pipeline.
         rank: the rank.
         dtypes: of all tensors that are no targets, by name; acks are int64.
     """
 
-    line: Line
+    topology: Topology
     rank: int
     dtypes: Mapping[str, torch.dtype]
 
     @property
     def stage(self) -> int:
         """Index of its stage."""
-        return self.line.places[self.rank][0]
+        return self.topology.places[self.rank][0]
 
     @property
     def replica(self) -> int:
         """Its place in the stage."""
-        return self.line.places[self.rank][1]
+        return self.topology.places[self.rank][1]
 
 
 class Phase:
@@ -91,7 +91,7 @@ class Phase:
         self._session = session
         self._assignment = assignment
         self._ack_shape = tuple(ack_shape or ())
-        known = [p for p in place.line.passed if self.forward_only or p.name != ACK]
+        known = [p for p in place.topology.edges if self.forward_only or p.name != ACK]
         self._outgoing = {p.name: p for p in known if p.source == place.stage}
         self._incoming = {p.name: p for p in known if p.target == place.stage}
         self._asked_for_ack: set[int] = set()
@@ -121,43 +121,46 @@ class Phase:
 
     def send(self, name: str, tensor: torch.Tensor | None, number: int) -> None:
         """Send forward; waits for nothing but credit."""
-        passed = self._known(self._outgoing, name, "sends")
+        edge = self._known(self._outgoing, name, "sends")
         minibatch = self.minibatch(number)
-        message = None if tensor is None else self._message(passed, tensor)
+        message = None if tensor is None else self._message(edge, tensor)
         if self.forward_only and ACK in self._outgoing and minibatch not in self._asked_for_ack:
             # An ack answers this message, which nobody but the ack's sender looks at.
-            device = device_here(self._place.line.devices[self._place.rank])
+            device = device_here(self._place.topology.devices[self._place.rank])
             with outside_modes():
                 ask = torch.zeros(self._ack_shape, dtype=torch.int64, device=device)
             way = self._way(self._outgoing[ACK], minibatch)
             self._session.send(way, packed(ask), minibatch)
             self._asked_for_ack.add(minibatch)
-        self._session.send(self._way(passed, minibatch), message, minibatch)
+        self._session.send(self._way(edge, minibatch), message, minibatch)
 
-    def due_from(self, name: str, cursor: int) -> int:
-        """Number of the minibatch whose tensor a receive takes, with the caller's cursor there.
+    def due(self, name: str, cursor: int, *, back: bool) -> int:
+        """Number of the minibatch whose tensor is next, with the caller's cursor there.
 
-        The cursor's own; or, where that tensor of it was received already, the next from the same
-        peer, as a FIFO queue would give it.
+        The cursor's own; or, where that tensor of it was received already, or with ``back`` sent
+        back, the next of the same peer, as a FIFO queue would give it.
 
         Raises:
-            UsageError: the tensor is not received here, or the peer sends no more of it.
+            UsageError: the tensor is not received here, or there is no such minibatch.
         """
-        return self._due(self._incoming, "receives", self._received, name, cursor)
-
-    def due_to(self, name: str, cursor: int) -> int:
-        """Like `due_from`, for what is sent back."""
-        return self._due(self._incoming, "receives", self._returned, name, cursor)
+        edge = self._known(self._incoming, name, "receives")
+        peer = self._peer(edge, self.minibatch(cursor))
+        last = (self._returned if back else self._received).get((name, peer), -1)
+        if cursor > last:
+            return cursor
+        later = range(last + 1, len(self.mine))
+        found = (n for n in later if self._peer(edge, self.mine[n]) == peer)
+        return next(found, cursor)  # taken already, which is refused where it is taken again
 
     def recv(self, name: str, number: int) -> torch.Tensor | None:
         """Receive what was sent forward; blocks until it is here."""
-        passed = self._known(self._incoming, name, "receives")
+        edge = self._known(self._incoming, name, "receives")
         minibatch = self.minibatch(number)
-        tensor = self._session.recv(self._way(passed, minibatch), minibatch)
-        self._received[name, self._peer(passed, minibatch)] = number
+        tensor = self._session.recv(self._way(edge, minibatch), minibatch)
+        self._received[name, self._peer(edge, minibatch)] = number
         if tensor is None:
             return None
-        if not passed.answered:
+        if not edge.answered:
             with outside_modes():
                 return tensor.to(torch.int64)
         declared, what = self._place.dtypes[name], self._what(name)
@@ -170,9 +173,9 @@ class Phase:
 
     def answer(self, name: str, tensor: torch.Tensor | None, number: int) -> None:
         """Send back a gradient, or what stands for one, or an ack; never waits for room."""
-        passed = self._answerable(self._incoming, name, "receives")
+        edge = self._answerable(self._incoming, name, "receives")
         minibatch = self.minibatch(number)
-        way = self._way(passed, minibatch)
+        way = self._way(edge, minibatch)
         plain = plain_of(tensor)
         if plain is not None:
             check_dtype(plain, self._place.dtypes[name], self._what(name))
@@ -180,23 +183,23 @@ class Phase:
         if name == ACK:
             self._session.recv(way, minibatch)
         self._session.send_grad(way, tensor, minibatch)
-        self._returned[name, self._peer(passed, minibatch)] = number
+        self._returned[name, self._peer(edge, minibatch)] = number
 
     def answered(self, name: str, number: int) -> torch.Tensor | None:
         """Receive what was sent back; blocks until it is here."""
-        passed = self._answerable(self._outgoing, name, "sends")
+        edge = self._answerable(self._outgoing, name, "sends")
         minibatch = self.minibatch(number)
-        tensor = self._session.recv_grad(self._way(passed, minibatch), minibatch)
+        tensor = self._session.recv_grad(self._way(edge, minibatch), minibatch)
         if tensor is None:
             return None
         self._asked_for_ack.discard(minibatch)
         return unpacked(tensor, self._place.dtypes[name], self._what(name))
 
-    def _message(self, passed: Passed, tensor: Any) -> Any:
-        name, plain = passed.name, plain_of(tensor)
+    def _message(self, edge: Edge, tensor: Any) -> Any:
+        name, plain = edge.name, plain_of(tensor)
         if plain is None:
             return tensor
-        if not passed.answered:
+        if not edge.answered:
             check_target(plain, self._what(name))
             return detached(plain)
         check_dtype(plain, self._place.dtypes[name], self._what(name))
@@ -212,45 +215,28 @@ class Phase:
             )
         return packed(plain)
 
-    def _due(
-        self,
-        names: Mapping[str, Passed],
-        does: str,
-        done: Mapping[tuple[str, int], int],
-        name: str,
-        cursor: int,
-    ) -> int:
-        passed = self._known(names, name, does)
-        peer = self._peer(passed, self.minibatch(cursor))
-        last = done.get((name, peer), -1)
-        if cursor > last:
-            return cursor
-        later = range(last + 1, len(self.mine))
-        found = (n for n in later if self._peer(passed, self.mine[n]) == peer)
-        return next(found, cursor)  # taken already, which is refused where it is taken again
-
-    def _peer(self, passed: Passed, minibatch: int) -> int:
+    def _peer(self, edge: Edge, minibatch: int) -> int:
         """Replica of the sending stage that has a minibatch."""
-        return self._assignment.replicas[passed.source][minibatch]
+        return self._assignment.replicas[edge.source][minibatch]
 
-    def _way(self, passed: Passed, minibatch: int) -> str:
+    def _way(self, edge: Edge, minibatch: int) -> str:
         """The plan's name for the tensor between the two ranks that have the minibatch."""
-        stages, replicas = self._place.line.stages, self._assignment.replicas
-        ends = [stages[s][replicas[s][minibatch]] for s in (passed.source, passed.target)]
-        return channel(passed.name, *ends)
+        stages, replicas = self._place.topology.stages, self._assignment.replicas
+        ends = [stages[s][replicas[s][minibatch]] for s in (edge.source, edge.target)]
+        return channel(edge.name, *ends)
 
-    def _known(self, names: Mapping[str, Passed], name: str, does: str) -> Passed:
+    def _known(self, names: Mapping[str, Edge], name: str, does: str) -> Edge:
         if not is_a(name, str) or name not in names:
             listed = ", ".join(map(repr, names)) or "nothing"
             raise UsageError(f"{self._rank} {does} no {name!r} in this phase; it {does} {listed}")
         return names[name]
 
-    def _answerable(self, names: Mapping[str, Passed], name: str, does: str) -> Passed:
-        passed = self._known(names, name, does)
-        if not passed.answered or self.forward_only != (name == ACK):
+    def _answerable(self, names: Mapping[str, Edge], name: str, does: str) -> Edge:
+        edge = self._known(names, name, does)
+        if not edge.answered or self.forward_only != (name == ACK):
             back = "acks" if self.forward_only else "no targets"
             raise UsageError(f"{self._rank}: nothing goes back for {name!r}: {back} do")
-        return passed
+        return edge
 
     @property
     def _rank(self) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from stagelink.control.listening import gloo_address_by, store_host
 from stagelink.errors import DeadlineError, StagelinkError
-from stagelink.interop.collectives import explained
+from stagelink.interop.collectives import ExplainedGroup, explained
 from stagelink.plan.document import Control
 from stagelink.runner.replicas import break_off
 from stagelink.transport.gloo_groups import THREADS, gloo_group
@@ -41,7 +41,7 @@ def explain_by(comm: Handler | None) -> None:
         comm.on_failure(_break_all_off)
 
 
-class _GlooGroup(dist.ProcessGroup):
+class _GlooGroup(ExplainedGroup):
     """Gloo's group as torch makes it, for CPU and CUDA tensors, with errors explained.
 
     Args:
@@ -61,22 +61,11 @@ class _GlooGroup(dist.ProcessGroup):
             threads=THREADS,
         )
         self.inner = dist.ProcessGroup(given.store, given.group_rank, given.group_size)
-        for group in (self, self.inner):
-            for device in ("cpu", "cuda"):
-                group._register_backend(torch.device(device), kind, self.gloo)
-            group._set_default_backend(kind)
+        for device in ("cpu", "cuda"):
+            self._carry_out_by(device, kind, self.gloo)
         _groups.add(self)
 
-    allgather = explained("allgather")
-    allgather_into_tensor_coalesced = explained("allgather_into_tensor_coalesced")
-    allreduce = explained("allreduce")
-    allreduce_coalesced = explained("allreduce_coalesced")
-    alltoall_base = explained("alltoall_base")
-    barrier = explained("barrier")
-    broadcast = explained("broadcast")
     recv = explained("recv")
-    reduce_scatter = explained("reduce_scatter")
-    reduce_scatter_tensor_coalesced = explained("reduce_scatter_tensor_coalesced")
     send = explained("send")
 
     def getBackendName(self) -> str:

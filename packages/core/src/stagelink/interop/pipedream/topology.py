@@ -1,4 +1,4 @@
-"""The line of stages, put together from what each rank knows: its neighbours and its tensors.
+"""The topology of stages, put together from what each rank knows: its neighbours and its tensors.
 
 PipeDream's runtime tells the handler of a rank only what it sends and receives itself. The ranks
 exchange that, and what they say must fit together.
@@ -15,7 +15,7 @@ from typing import Any
 from stagelink.arguments import Expected
 from stagelink.errors import PlanError
 
-__all__ = ["ACK", "NAMES", "RANKS", "RANKS_BY_NAME", "Account", "Line", "Passed"]
+__all__ = ["ACK", "NAMES", "RANKS", "RANKS_BY_NAME", "Declaration", "Edge", "Topology"]
 
 ACK = "ack"
 """Name of what is sent back for each minibatch in evaluation."""
@@ -38,7 +38,7 @@ NAMES = Expected(
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class Declaration:
     """One rank's declaration of its neighbours and tensors.
 
     Attributes:
@@ -70,7 +70,7 @@ class Account:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Account:
+    def from_json(cls, found: Mapping[str, Any]) -> Declaration:
         """Decode another rank's `to_json`."""
         maps = {
             key: {name: tuple(ranks) for name, ranks in found[key].items()}
@@ -81,7 +81,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class Edge:
     """A tensor on its way from one stage to a later one.
 
     Attributes:
@@ -99,41 +99,41 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Line:
+class Topology:
     """The pipeline as a whole, the same on every rank.
 
     Attributes:
         stages: the ranks of each stage, by replica.
         devices: kind of device by rank.
-        passed: what is sent, in no order that means anything.
+        edges: what is sent, in no order that means anything.
     """
 
     stages: tuple[tuple[int, ...], ...]
     devices: tuple[str, ...]
-    passed: tuple[Passed, ...]
+    edges: tuple[Edge, ...]
 
     @classmethod
-    def of(cls, accounts: Sequence[Account]) -> Line:
-        """Put the ranks' accounts together.
+    def of(cls, declarations: Sequence[Declaration]) -> Topology:
+        """Put the ranks' declarations together.
 
         Args:
-            accounts: of all ranks, by rank.
+            declarations: of all ranks, by rank.
 
         Raises:
             PlanError: they contradict each other; the text names the rank and what it says.
         """
-        stages = _stages(accounts)
+        stages = _stages(declarations)
         places = {rank: place for place, ranks in enumerate(stages) for rank in ranks}
-        for account in accounts:
-            _check_neighbours(account, stages, places)
-            _check_like_first(account, accounts[stages[places[account.rank]][0]])
-            _check_alike(account, accounts[0])
-        first = [accounts[ranks[0]] for ranks in stages]
-        passed = [*_activations(first, stages)]
+        for told in declarations:
+            _check_neighbours(told, stages, places)
+            _check_like_first(told, declarations[stages[places[told.rank]][0]])
+            _check_alike(told, declarations[0])
+        first = [declarations[ranks[0]] for ranks in stages]
+        edges = [*_between(first, stages)]
         for source, target in pairwise(range(len(stages))):
-            passed += [Passed(name, source, target, False) for name in first[0].targets]
-            passed += [Passed(ACK, source, target, True)] * first[0].acks
-        return cls(stages, tuple(account.device for account in accounts), tuple(passed))
+            edges += [Edge(name, source, target, False) for name in first[0].targets]
+            edges += [Edge(ACK, source, target, True)] * first[0].acks
+        return cls(stages, tuple(told.device for told in declarations), tuple(edges))
 
     @cached_property
     def places(self) -> Mapping[int, tuple[int, int]]:
@@ -145,15 +145,15 @@ class Line:
         }
 
 
-def _stages(accounts: Sequence[Account]) -> tuple[tuple[int, ...], ...]:
+def _stages(declarations: Sequence[Declaration]) -> tuple[tuple[int, ...], ...]:
     """The ranks of each stage: the first are those that nobody is before, and so on."""
-    first = sorted((a for a in accounts if not a.previous), key=lambda a: (a.replica, a.rank))
+    first = sorted((a for a in declarations if not a.previous), key=lambda a: (a.replica, a.rank))
     if not first:
         raise PlanError("no rank says that it is of the first stage: all have a previous stage")
-    stages = [tuple(account.rank for account in first)]
+    stages = [tuple(told.rank for told in first)]
     seen = set(stages[0])
-    while following := accounts[stages[-1][0]].following:
-        unknown = [rank for rank in following if not 0 <= rank < len(accounts)]
+    while following := declarations[stages[-1][0]].following:
+        unknown = [rank for rank in following if not 0 <= rank < len(declarations)]
         again = seen.intersection(following) or len(set(following)) < len(following)
         if unknown or again:
             raise PlanError(
@@ -162,7 +162,7 @@ def _stages(accounts: Sequence[Account]) -> tuple[tuple[int, ...], ...]:
             )
         stages.append(following)
         seen.update(following)
-    missing = sorted(set(range(len(accounts))) - seen)
+    missing = sorted(set(range(len(declarations))) - seen)
     if missing:
         raise PlanError(
             f"rank {missing[0]} is in no stage that is reached from the first; the stages are "
@@ -172,65 +172,65 @@ def _stages(accounts: Sequence[Account]) -> tuple[tuple[int, ...], ...]:
 
 
 def _check_neighbours(
-    account: Account, stages: Sequence[tuple[int, ...]], places: Mapping[int, int]
+    told: Declaration, stages: Sequence[tuple[int, ...]], places: Mapping[int, int]
 ) -> None:
     """What a rank says of its place must be what follows from all."""
-    stage = places[account.rank]
+    stage = places[told.rank]
     own = stages[stage]
     said = {
-        "ranks_in_previous_stage": (account.previous, stages[stage - 1] if stage else ()),
-        "ranks_in_next_stage": (account.following, (*stages, ())[stage + 1]),
-        "rank_in_stage": (account.replica, own.index(account.rank)),
-        "num_ranks_in_stage": (account.replicas, len(own)),
+        "ranks_in_previous_stage": (told.previous, stages[stage - 1] if stage else ()),
+        "ranks_in_next_stage": (told.following, (*stages, ())[stage + 1]),
+        "rank_in_stage": (told.replica, own.index(told.rank)),
+        "num_ranks_in_stage": (told.replicas, len(own)),
     }
     for what, (says, follows) in said.items():
         if says != follows:
             raise PlanError(
-                f"rank {account.rank} has {what} {_shown(says)}; the others' maps say "
+                f"rank {told.rank} has {what} {_shown(says)}; the others' maps say "
                 f"{_shown(follows)}"
             )
 
 
-def _check_like_first(account: Account, first: Account) -> None:
+def _check_like_first(told: Declaration, first: Declaration) -> None:
     """The replicas of a stage send and receive the same."""
     for what in ("receives", "sends"):
-        one, other = getattr(account, what), getattr(first, what)
+        one, other = getattr(told, what), getattr(first, what)
         for name in sorted(one.keys() | other.keys()):
             if one.get(name) != other.get(name):
                 raise PlanError(
-                    f"rank {account.rank} and rank {first.rank} are replicas of one stage, but "
+                    f"rank {told.rank} and rank {first.rank} are replicas of one stage, but "
                     f"for {name!r} {what[:-1]}_ranks differ: {_shown(one.get(name))} and "
                     f"{_shown(other.get(name))}"
                 )
 
 
-def _check_alike(account: Account, first: Account) -> None:
+def _check_alike(told: Declaration, first: Declaration) -> None:
     """Targets and acks pass through all stages."""
-    if account.targets != first.targets:
+    if told.targets != first.targets:
         raise PlanError(
-            f"rank {account.rank} has target_tensor_names {_shown(account.targets)}, rank "
+            f"rank {told.rank} has target_tensor_names {_shown(told.targets)}, rank "
             f"{first.rank} {_shown(first.targets)}"
         )
-    if account.acks != first.acks:
-        raise PlanError(f"'ack' has a tag on one of ranks {first.rank} and {account.rank} only")
+    if told.acks != first.acks:
+        raise PlanError(f"'ack' has a tag on one of ranks {first.rank} and {told.rank} only")
 
 
-def _activations(first: Sequence[Account], stages: Sequence[tuple[int, ...]]) -> Iterable[Passed]:
+def _between(first: Sequence[Declaration], stages: Sequence[tuple[int, ...]]) -> Iterable[Edge]:
     """All that one stage sends and a later one receives.
 
     Args:
-        first: the account of each stage's first replica.
+        first: the declaration of each stage's first replica.
         stages: the stages.
     """
     sent = {
-        (name, source, _stage_of(ranks, stages, account, name))
-        for source, account in enumerate(first)
-        for name, ranks in account.sends.items()
+        (name, source, _stage_of(ranks, stages, told, name))
+        for source, told in enumerate(first)
+        for name, ranks in told.sends.items()
     }
     received = {
-        (name, _stage_of(ranks, stages, account, name), target)
-        for target, account in enumerate(first)
-        for name, ranks in account.receives.items()
+        (name, _stage_of(ranks, stages, told, name), target)
+        for target, told in enumerate(first)
+        for name, ranks in told.receives.items()
     }
     for name, source, target in sorted(sent ^ received):
         does, does_not = "sends it", "does not expect it from there"
@@ -244,15 +244,15 @@ def _activations(first: Sequence[Account], stages: Sequence[tuple[int, ...]]) ->
     for name, source, target in sorted(sent):
         if source >= target:
             raise PlanError(f"{name!r} goes from stage {source} to {target}: not to a later one")
-        yield Passed(name, source, target, True)
+        yield Edge(name, source, target, True)
 
 
 def _stage_of(
-    ranks: tuple[int, ...], stages: Sequence[tuple[int, ...]], account: Account, name: str
+    ranks: tuple[int, ...], stages: Sequence[tuple[int, ...]], told: Declaration, name: str
 ) -> int:
     if ranks not in stages:
         raise PlanError(
-            f"rank {account.rank} has the ranks {_shown(ranks)} for {name!r}; they are not those "
+            f"rank {told.rank} has the ranks {_shown(ranks)} for {name!r}; they are not those "
             f"of a stage: {[list(stage) for stage in stages]}"
         )
     return stages.index(ranks)
