@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
-__all__ = ["did_you_mean", "quoted", "ranges", "repeats", "shown", "unknown"]
+__all__ = ["did_you_mean", "kind", "quoted", "ranges", "repeats", "shown", "unknown"]
 
 _MOST_NAMES = 24
 _repr = reprlib.Repr()
@@ -72,3 +72,10 @@ def shown(value: object) -> str:
         return _repr.repr(value)
     except ValueError:  # an int of more digits than Python agrees to print
         return f"<{type(value).__name__}>"
+
+
+def kind(value: object) -> str:
+    """A value's kind in words, for an error."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    return "None" if value is None else f"a {type(value).__qualname__}"

@@ -6,7 +6,7 @@ two numbers that a session is opened with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from stagelink.errors import MessageError, UsageError
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.payload import memory_of
 
-__all__ = ["END", "Batch", "check_mapping", "cut", "items_of"]
+__all__ = ["END", "Batch", "Feed", "check_mapping", "cut", "items_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,50 @@ class Batch:
 
 END = Batch(items=0, microbatches=0)
 """What stands for the end of an epoch: a session without microbatches."""
+
+
+class Feed:
+    """Share of a first stage's replica of the batches, which it sees one at a time.
+
+    Args:
+        batches: cut into microbatches.
+        mine: the microbatches that this replica takes.
+
+    Attributes:
+        batches: how many have been taken in.
+        items: their samples.
+        microbatches: their microbatches: the number of the next one.
+    """
+
+    def __init__(self, batches: Iterator[Batch], mine: Container[int]) -> None:
+        self._source = batches
+        self._mine = mine
+        self._parts: dict[int, dict[str, torch.Tensor]] = {}
+        self.batches = 0
+        self.items = 0
+        self.microbatches = 0
+
+    def reaches(self, microbatch: int) -> bool:
+        """Take batches in until there is such a microbatch; False where they run out before."""
+        while self.microbatches <= microbatch:
+            batch = next(self._source, None)
+            if batch is None:
+                return False
+            self._take_in(batch)
+        return True
+
+    def take(self, microbatch: int) -> dict[str, torch.Tensor]:
+        """The tensors of a microbatch that was reached; once."""
+        return self._parts.pop(microbatch)
+
+    def _take_in(self, batch: Batch) -> None:
+        for place in range(batch.microbatches):
+            number = self.microbatches + place
+            if number in self._mine:
+                self._parts[number] = batch.part(place)
+        self.batches += 1
+        self.items += batch.items
+        self.microbatches += batch.microbatches
 
 
 def items_of(microbatch: int, items: int, microbatches: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import length_hint
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stagelink.runner.names import Names
     from stagelink.runner.summary import Clock
 
-__all__ = ["Bar", "Epoch", "cut_all", "failing"]
+__all__ = ["Bar", "Counts", "Epoch", "cut_all", "failing"]
 
 
 class Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
@@ -32,6 +32,20 @@ class Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
     _lock = threading.RLock()
 
 
+class Counts(NamedTuple):
+    """Numbers of one pass over batches, the same on every rank.
+
+    Attributes:
+        batches: how many.
+        items: their samples.
+        microbatches: of the last session.
+    """
+
+    batches: int
+    items: int
+    microbatches: int
+
+
 class Epoch:
     """One pass over batches, which only the first stage sees.
 
@@ -39,20 +53,12 @@ class Epoch:
         comm: the handler.
         names: what this rank's stage takes and gives.
         clock: is told how long sessions are waited for.
-
-    Attributes:
-        items: samples so far.
-        batches: how many so far.
-        microbatches: of the last batch.
     """
 
     def __init__(self, comm: Handler, names: Names, clock: Clock) -> None:
         self._comm = comm
         self._names = names
         self._clock = clock
-        self.items = 0
-        self.batches = 0
-        self.microbatches = 0
 
     def run(
         self,
@@ -60,7 +66,7 @@ class Epoch:
         batches: Iterable[object] | None,
         work: Callable[[Session, Batch | None], None],
         title: str | None,
-    ) -> None:
+    ) -> Counts:
         """Open the sessions one after another; an error in one of them fails every rank.
 
         Args:
@@ -76,14 +82,17 @@ class Epoch:
         if self._names.first:
             feed = chain(cut_all(self._comm, self._names, batches), [END])
         total = length_hint(() if batches is None else batches) or None
+        counts = Counts(0, 0, 0)
         with Bar(desc=title, total=total, unit="batch", disable=title is None) as bar:
             for batch in feed:
                 with self._open(open_session, batch) as session, failing(self._comm):
                     if session.microbatches == 0:
-                        return
-                    self._count(session)
+                        break
+                    items = counts.items + self._items(session)
+                    counts = Counts(counts.batches + 1, items, session.microbatches)
                     work(session, batch)
                 bar.update()
+        return counts
 
     def _open(self, open_session: Callable[..., Session], batch: Batch | None) -> Session:
         with self._clock.waiting:
@@ -91,15 +100,13 @@ class Epoch:
                 return open_session()
             return open_session(batch.microbatches, items=batch.items)
 
-    def _count(self, session: Session) -> None:
+    def _items(self, session: Session) -> int:
         if session.items is None:
             raise UsageError(
                 f"rank {self._comm.rank}: nobody said how many items session {session.number} "
                 "has; where the first stage is driven by hand, open sessions with items=…"
             )
-        self.items += session.items
-        self.batches += 1
-        self.microbatches = session.microbatches
+        return session.items
 
 
 def cut_all(

@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stagelink.runner.arguments import (
+    agree,
+    check_batches,
     check_parts,
+    check_scored,
     check_scores,
     check_trainable,
+    check_trains,
     steppers_of,
 )
-from stagelink.runner.calls import agree, check_batches, check_scored, check_trains
-from stagelink.runner.epoch import Epoch
-from stagelink.runner.flow import Flow
+from stagelink.runner.async_epoch import AsyncEpoch
+from stagelink.runner.epoch import Counts, Epoch
+from stagelink.runner.executor import Executor, Station
 from stagelink.runner.losses import Loss, Metric, Reduction, module_of
 from stagelink.runner.names import Names
-from stagelink.runner.passage import Passage, Station
 from stagelink.runner.scores import Counted, Scores, means
 from stagelink.runner.state import State
 from stagelink.runner.step import OptimizerStep
@@ -166,28 +169,20 @@ class PipelineRunner:
                 self._sync.begin()
         station = self._station(None, clock)
         if self._comm.plan.asynchronous:
-            passed: Flow | Epoch = self._flow(batches, station)
+            mean = self._reduction == "mean"
+            epoch = AsyncEpoch(self._comm, station, self._update, self._sync, mean=mean)
+            counts = epoch.run(batches, self._title("train"))
         else:
-            passed = Epoch(self._comm, self._names, clock)
             work = partial(self._step, station)
-            passed.run(self._comm.train, batches, work, self._title("train"))
-        if self._sync is not None and passed.microbatches:
+            synchronous = Epoch(self._comm, self._names, clock)
+            counts = synchronous.run(self._comm.train, batches, work, self._title("train"))
+        if self._sync is not None and counts.microbatches:
             with clock.waiting:
-                self._sync.copy_buffers(replica_for(self._comm.stage, passed.microbatches - 1))
-        summary = self._summary(passed, station)
+                self._sync.copy_buffers(replica_for(self._comm.stage, counts.microbatches - 1))
+        summary = self._summary(counts, station)
         if summary.batches:
             self._update.end_epoch(summary.loss)
         return summary
-
-    def _flow(
-        self, batches: Iterable[Mapping[str, torch.Tensor]] | None, station: Station
-    ) -> Flow:
-        mean = self._reduction == "mean"
-        flow = Flow(self._comm, station, self._update, self._sync, mean=mean)
-        flow.run(batches, self._title("train"))
-        # Only the first stage has seen batches.
-        flow.batches, flow.items = map(int, self._comm.reduce([flow.batches, flow.items], "max"))
-        return flow
 
     def _step(self, station: Station, session: Session, batch: Batch | None) -> None:
         self._update.begin_batch()
@@ -208,12 +203,12 @@ class PipelineRunner:
                 agree(self._comm, self._common)
             self._common = None
 
-    def _summary(self, epoch: Epoch | Flow, station: Station) -> Summary:
+    def _summary(self, counts: Counts, station: Station) -> Summary:
         self._agree(station.clock)
         shares = shares_of_all(self._comm, station.clock.fractions())
         (seconds,) = self._comm.reduce([station.clock.seconds], "max")
         (loss,) = self._results(station.scores, 1)
-        return Summary(loss, epoch.items, epoch.batches, seconds, shares)
+        return Summary(loss, counts.items, counts.batches, seconds, shares)
 
     # -- evaluation
 
@@ -320,7 +315,7 @@ class PipelineRunner:
 
 
 def _pass(station: Station, session: Session, batch: Batch | None) -> None:
-    Passage(session, station, None if batch is None else batch.part).run()
+    Executor(session, station, None if batch is None else batch.part).run()
 
 
 @contextmanager

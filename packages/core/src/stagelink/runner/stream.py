@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 
 from stagelink.errors import PeerClosedError
+from stagelink.runner.batches import Feed
 from stagelink.runner.epoch import cut_all, failing
-from stagelink.runner.feed import Feed
 from stagelink.runner.names import TARGET
 from stagelink.schedule import UNTIL_END
 

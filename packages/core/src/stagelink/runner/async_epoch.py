@@ -12,26 +12,26 @@ from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 from stagelink.errors import UsageError
-from stagelink.runner.epoch import Bar, cut_all, failing
-from stagelink.runner.feed import Feed
+from stagelink.runner.batches import Feed
+from stagelink.runner.epoch import Bar, Counts, cut_all, failing
+from stagelink.runner.executor import Executor
 from stagelink.runner.names import TARGET
-from stagelink.runner.passage import Passage
 from stagelink.runner.versions import Versions
 from stagelink.schedule import UNTIL_END, Kind, most_of_one, rounds_per_update, version_for
 
 if TYPE_CHECKING:
     from stagelink.exchange.handler import Handler
     from stagelink.exchange.session import Session
+    from stagelink.runner.executor import Station
     from stagelink.runner.names import Tensors
-    from stagelink.runner.passage import Station
     from stagelink.runner.step import OptimizerStep
     from stagelink.runner.sync import ReplicaSync
     from stagelink.schedule import Action
 
-__all__ = ["Flow"]
+__all__ = ["AsyncEpoch"]
 
 
-class Flow:
+class AsyncEpoch:
     """One epoch on this rank.
 
     Args:
@@ -40,11 +40,6 @@ class Flow:
         update: steps the module's parameters.
         sync: makes the replicas' gradients one; None where there is one replica.
         mean: whether a round's gradient is the mean over replicas, not their sum.
-
-    Attributes:
-        batches: how many; known on a first stage only, elsewhere 0.
-        items: their samples; the same.
-        microbatches: how many in the whole pipeline, known on every rank.
     """
 
     def __init__(
@@ -61,11 +56,8 @@ class Flow:
         self._update = update
         self._sync = sync
         self._mean = mean
-        self.batches = 0
-        self.items = 0
-        self.microbatches = 0
 
-    def run(self, batches: Iterable[object] | None, title: str | None) -> None:
+    def run(self, batches: Iterable[object] | None, title: str | None) -> Counts:
         """Open the session and carry it out to the end of the batches.
 
         Args:
@@ -78,15 +70,19 @@ class Flow:
         first = self._station.names.first
         with self._station.clock.waiting:
             session = self._comm.train(UNTIL_END if first else None)
-        with Bar(desc=title, unit="microbatch", disable=title is None) as bar, session:
-            with failing(self._comm):
-                feed = self._feed(session, batches) if first else None
-                bar.total = self._total(batches)
-                passage = _FlowPassage(self._comm, session, self._station, feed)
-                self._carry_out(session, passage, bar)
-            self.microbatches = session.microbatches
-            if feed is not None:
-                self.batches, self.items = feed.batches, feed.items
+        with (
+            Bar(desc=title, unit="microbatch", disable=title is None) as bar,
+            session,
+            failing(self._comm),
+        ):
+            feed = self._feed(session, batches) if first else None
+            bar.total = self._total(batches)
+            executor = _AsyncExecutor(self._comm, session, self._station, feed)
+            self._carry_out(session, executor, bar)
+        # Only the first stage has seen batches.
+        seen = [0, 0] if feed is None else [feed.batches, feed.items]
+        count, items = map(int, self._comm.reduce(seen, "max"))
+        return Counts(count, items, session.microbatches)
 
     def _feed(self, session: Session, batches: Iterable[object] | None) -> Feed:
         cut = cut_all(self._comm, self._station.names, batches)
@@ -105,21 +101,21 @@ class Flow:
         count = length_hint(() if batches is None else batches)
         return count * self._comm.plan.microbatches // self._comm.stage.replicas or None
 
-    def _carry_out(self, session: Session, passage: _FlowPassage, bar: Bar) -> None:
+    def _carry_out(self, session: Session, executor: _AsyncExecutor, bar: Bar) -> None:
         per_update = rounds_per_update(self._comm.plan, self._comm.stage)
         rounds = 0
         self._update.clear()
-        passage.look_ahead()
+        executor.look_ahead()
         actions = iter(session.actions)
         while (action := self._next(actions)) is not None:
-            passage.do(action)
+            executor.do(action)
             if action.kind is Kind.BACKWARD:
                 rounds += 1
                 bar.update()
                 if rounds % per_update == 0:
-                    self._next_version(passage.versions, takes_part=True)
+                    self._next_version(executor.versions, takes_part=True)
         for _ in range(rounds, most_of_one(self._comm.stage, session.microbatches)):
-            self._next_version(passage.versions, takes_part=False)  # the others have more
+            self._next_version(executor.versions, takes_part=False)  # the others have more
 
     def _next(self, actions: Iterator[Action]) -> Action | None:
         with self._station.clock.waiting:  # for the announcement of a microbatch, or of the end
@@ -137,7 +133,7 @@ class Flow:
         self._update.clear()
 
 
-class _FlowPassage(Passage):
+class _AsyncExecutor(Executor):
     """Carries actions out with the weights that each microbatch meets."""
 
     def __init__(
@@ -155,30 +151,30 @@ class _FlowPassage(Passage):
 
     def look_ahead(self) -> None:
         """On a first stage, see whether there is a next microbatch before the schedule asks."""
-        if self._feed is None or self._session.microbatches != UNTIL_END:
+        if self._feed is None or self.session.microbatches != UNTIL_END:
             return
-        if not self._feed.reaches(self._session.mine[self._rounds]):
-            self._session.end(self._feed.microbatches)
+        if not self._feed.reaches(self.session.mine[self._rounds]):
+            self.session.end(self._feed.microbatches)
 
-    def _forward(self, microbatch: int) -> None:
-        super()._forward(microbatch)
+    def forward(self, microbatch: int) -> None:
+        super().forward(microbatch)
         self._rounds += 1
         self.look_ahead()
 
-    def _run_backward(self, run: Callable[[], None]) -> None:
+    def run_backward(self, run: Callable[[], None]) -> None:
         self.versions.backward(run)
 
-    def _module(self, microbatch: int) -> Callable[..., Any]:
+    def module_for(self, microbatch: int) -> Callable[..., Any]:
         del microbatch
         return self.versions.forward_on(
             version_for(self._plan, self._stage, self._rounds, self._warm_up)
         )
 
-    def _cut(self) -> str:
+    def cut_text(self) -> str:
         return f"batches are cut into {self._plan.microbatches} microbatches"
 
-    def _items(self, microbatch: int, tensors: Tensors) -> tuple[int, int]:
-        if self._station.scores is None:
+    def items_in(self, microbatch: int, tensors: Tensors) -> tuple[int, int]:
+        if self.station.scores is None:
             return 0, 1
         target = tensors[TARGET]
         if target is None or target.dim() == 0 or not len(target):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagelink.errors import UsageError
-from stagelink.runner import stage
+from stagelink.runner import microbatch as steps
 from stagelink.runner.batches import items_of
 from stagelink.schedule import Kind
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from stagelink.runner.summary import Clock
     from stagelink.schedule import Action
 
-__all__ = ["Passage", "Station"]
+__all__ = ["Executor", "Station"]
 
 _ALONE = "Expected more than 1 value per channel when training"
 """How torch begins to say that a batch norm has one item only."""
 
 
 class Station(NamedTuple):
-    """Parts of a passage that stay the same from batch to batch.
+    """Parts of an execution that stay the same from batch to batch.
 
     Attributes:
         module: the stage's.
@@ -52,20 +52,22 @@ class _Kept(NamedTuple):
     outputs: Tensors
 
 
-class Passage:
+class Executor:
     """The microbatches of one session on this rank.
 
     Args:
         session: the session.
         station: the stage's module and what belongs to it.
         part: on a first stage, what gives a microbatch's part of the data.
+
+    A subclass may give another module, number of items or backward.
     """
 
     def __init__(
         self, session: Session, station: Station, part: Callable[[int], Tensors] | None
     ) -> None:
-        self._session = session
-        self._station = station
+        self.session = session
+        self.station = station
         self._names = station.names
         self._clock = station.clock
         self._part = part
@@ -73,36 +75,37 @@ class Passage:
 
     def run(self) -> None:
         """Carry out the session's actions; gradients are added to the parameters' ``grad``."""
-        for action in self._session.actions:
+        for action in self.session.actions:
             self.do(action)
 
     def do(self, action: Action) -> None:
         """Carry out one of the session's actions, in their order."""
         if action.kind is Kind.FORWARD:
-            self._forward(action.microbatch)
+            self.forward(action.microbatch)
         else:
             self._backward(action.microbatch)
 
-    def _forward(self, microbatch: int) -> None:
+    def forward(self, microbatch: int) -> None:
+        """Carry out a forward."""
         tensors = self._take(microbatch)
         # Before the module, which may ask for a gradient of its input for purposes of its own.
         owing = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
-        items = self._items(microbatch, tensors)
+        items = self.items_in(microbatch, tensors)
         with self._clock.computing, self._explained(microbatch, tensors):
-            outputs = stage.forward(
-                self._module(microbatch), self._names, tensors, self._station.scores, items
+            outputs = steps.forward(
+                self.module_for(microbatch), self._names, tensors, self.station.scores, items
             )
-        if self._session.mode == "train":
+        if self.session.mode == "train":
             owed = owing if self._part is None else {}
-            self._check_graph(outputs, wanted=bool(owed) or self._station.trains)
+            self._check_graph(outputs, wanted=bool(owed) or self.station.trains)
             self._kept[microbatch] = _Kept(owed, outputs)
         for name in self._names.produces:
             with self._clock.sending:
-                self._session.send(name, outputs[name], microbatch)
+                self.session.send(name, outputs[name], microbatch)
 
     def _check_graph(self, outputs: Tensors, *, wanted: bool) -> None:
         """Make sure that there is something to go backward from, where a gradient is wanted."""
-        scores = self._station.scores
+        scores = self.station.scores
         if scores is None or scores.backward_done or not wanted:
             return
         for loss in outputs.values():
@@ -125,51 +128,51 @@ class Passage:
             if _ALONE not in str(error) or 1 not in given:
                 raise
             raise UsageError(
-                f"{error}: microbatch {microbatch} has one item, since {self._cut()}; a batch "
+                f"{error}: microbatch {microbatch} has one item, since {self.cut_text()}; a batch "
                 "norm needs two items in each microbatch: give it larger batches or fewer "
                 "microbatches, and leave small last ones out (drop_last)"
             ) from error
 
-    def _cut(self) -> str:
-        """How microbatches come by their items."""
-        items, parts = self._session.items, self._session.microbatches
+    def cut_text(self) -> str:
+        """Describe how microbatches come by their items."""
+        items, parts = self.session.items, self.session.microbatches
         return f"a batch of {items} is cut into {parts} microbatches"
 
     def _take(self, microbatch: int) -> Tensors:
         if self._part is not None:
             return self._part(microbatch)
         with self._clock.waiting:
-            return {name: self._session.recv(name, microbatch) for name in self._names.receives}
+            return {name: self.session.recv(name, microbatch) for name in self._names.receives}
 
-    def _module(self, microbatch: int) -> Callable[..., Any]:
-        """What the microbatch's forward calls."""
+    def module_for(self, microbatch: int) -> Callable[..., Any]:
+        """Callable of the microbatch's forward."""
         del microbatch
-        return self._station.module
+        return self.station.module
 
-    def _items(self, microbatch: int, tensors: Tensors) -> tuple[int, int]:
+    def items_in(self, microbatch: int, tensors: Tensors) -> tuple[int, int]:
         """Samples in the microbatch, and in the batch that its loss is a share of."""
         del tensors
-        of_items = self._session.items or 0
-        return items_of(microbatch, of_items, self._session.microbatches), of_items
+        of_items = self.session.items or 0
+        return items_of(microbatch, of_items, self.session.microbatches), of_items
 
     def _backward(self, microbatch: int) -> None:
         owing, outputs = self._kept.pop(microbatch)
         gradients = self._take_gradients(microbatch, outputs)
         with self._clock.computing:
-            self._run_backward(partial(stage.backward, outputs, gradients))
+            self.run_backward(partial(steps.backward, outputs, gradients))
         for name, tensor in owing.items():
             gradient = tensor.grad
             with self._clock.sending:
                 # It lives until it is on its way; what is not its own may change before.
-                copy = gradient is not None and not stage.is_own(gradient)
-                self._session.send_grad(name, gradient, microbatch, copy=copy)
+                copy = gradient is not None and not steps.is_own(gradient)
+                self.session.send_grad(name, gradient, microbatch, copy=copy)
 
-    def _run_backward(self, run: Callable[[], None]) -> None:
+    def run_backward(self, run: Callable[[], None]) -> None:
         """Run the backward of the oldest microbatch that has had its forward only."""
         run()
 
     def _take_gradients(self, microbatch: int, outputs: Tensors) -> Tensors:
         if self._names.last:
-            return stage.seed(outputs)
+            return steps.seed(outputs)
         with self._clock.waiting:
-            return {n: self._session.recv_grad(n, microbatch) for n in self._names.produces}
+            return {n: self.session.recv_grad(n, microbatch) for n in self._names.produces}
