@@ -9,7 +9,7 @@ import pytest
 
 from stagelink.errors import PeerLostError
 from stagelink.testing import LeakCheck, report, run_fresh
-from stagelink_cupy import opening
+from stagelink.transport.board import Board
 from stagelink_cupy.holding import Holding
 from stagelink_cupy.passing import Passing
 from stagelink_cupy.receiver import CupyReceiver
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 IDLE = "idle"
 MEETING = {
     "before the first piece": Step(Region, "copy", open=False),
-    "before its handles are told": Step(opening._Board, "put", open=False),
+    "before its handles are told": Step(Board, "put", open=False),
     "before the twin's are opened": Step(Region, "open", open=False),
     "before the second link": Step(Region, "copy", 4, open=False),
 }

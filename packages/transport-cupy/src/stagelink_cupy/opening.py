@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from stagelink.errors import StagelinkError
-from stagelink.transport.contract import Deadline
+from stagelink.transport.board import Board
 from stagelink.transport.lanes import reach
 
 if TYPE_CHECKING:
-    from stagelink.transport.contract import Port
+    from stagelink.transport.contract import Deadline, Port
     from stagelink_cupy.region import Region
 
 __all__ = ["meet_receiver", "meet_sender"]
 
-_LOOK_S = 0.005
 _TEST_BYTES = 64
 _YES, _NO = b"y", b"n"
 
@@ -29,15 +28,15 @@ def meet_receiver(port: Port, region: Region, deadline: Deadline) -> None:
         TimeoutError: the receiver did not come in time, or a device did not finish.
         ConnectionError: it cannot use the memory; it has nothing open then.
     """
-    board = _Board(port, deadline)
+    board = _board(port, deadline)
     piece = secrets.token_bytes(_TEST_BYTES)
     buffer = port.lane.buffer(_TEST_BYTES)
     buffer.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
     region.copy(0, region.address(0), buffer.data_ptr(), _TEST_BYTES)
     if not region.device_ordered:
         reach(port.lane.moment(), port, deadline)
-    board.put("offer", piece + region.handles())
-    answer = board.take("answer")
+    board.put("offer", (piece + region.handles()).hex())
+    answer = bytes.fromhex(board.take("answer", _missing(port, "answer")))
     if answer[:1] == _NO:
         region.exported = False
         raise ConnectionError(answer[1:].decode())
@@ -54,8 +53,8 @@ def meet_sender(port: Port, region: Region, deadline: Deadline) -> None:
         TimeoutError: the sender did not come in time, or a device did not finish.
         ConnectionError: the memory cannot be used; nothing is open then.
     """
-    board = _Board(port, deadline)
-    offer = board.take("offer")
+    board = _board(port, deadline)
+    offer = bytes.fromhex(board.take("offer", _missing(port, "offer")))
     try:
         region.open(offer[_TEST_BYTES:])
         _read(port, region, offer[:_TEST_BYTES], deadline)
@@ -64,9 +63,9 @@ def meet_sender(port: Port, region: Region, deadline: Deadline) -> None:
     except Exception as error:
         text = f"rank {port.rank} cannot use the device memory of rank {port.peer}: {error}"
         region.close()
-        board.put("answer", _NO + text.encode())
+        board.put("answer", (_NO + text.encode()).hex())
         raise ConnectionError(text) from error
-    board.put("answer", _YES + region.handles())
+    board.put("answer", (_YES + region.handles()).hex())
 
 
 def _read(port: Port, region: Region, expected: bytes, deadline: Deadline) -> None:
@@ -77,32 +76,9 @@ def _read(port: Port, region: Region, expected: bytes, deadline: Deadline) -> No
         raise ValueError("it does not hold what was written there")
 
 
-class _Board:
-    """What the ends of one link write to each other in the store of their pair."""
-
-    def __init__(self, port: Port, deadline: Deadline) -> None:
-        self._store = port.store()
-        self._port = port
-        self._deadline = deadline
-
-    def put(self, what: str, value: bytes) -> None:
-        self._store.set(self._key(what), value.hex())
-
-    def take(self, what: str) -> bytes:
-        """Wait for it in steps, so that a failure of the pipeline ends the wait."""
-        key, port = self._key(what), self._port
-        while not self._store.check([key]):
-            if self._deadline.passed:
-                raise TimeoutError(
-                    f"rank {port.rank}: no {what} of rank {port.peer} for {port.link} within "
-                    f"{self._deadline.seconds:g} s"
-                )
-            port.wait(_never, Deadline(_LOOK_S))
-        return bytes.fromhex(self._store.get(key).decode())
-
-    def _key(self, what: str) -> str:
-        return f"{self._port.link.source}-{self._port.link.target}/{what}"
+def _board(port: Port, deadline: Deadline) -> Board:
+    return Board(port, deadline, f"{port.link.source}-{port.link.target}/")
 
 
-def _never() -> bool:
-    return False
+def _missing(port: Port, what: str) -> str:
+    return f"no {what} of rank {port.peer} for {port.link}"

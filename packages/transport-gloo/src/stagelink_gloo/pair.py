@@ -14,45 +14,36 @@ it, too, can be waited for briefly and let go.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import os
 import threading
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
-import torch
-
-from stagelink.transport.contract import Deadline
-from stagelink.transport.gloo_groups import gloo_group
+from stagelink.transport.board import Board
+from stagelink.transport.gloo_groups import break_off, gloo_group, keep_in_child
 from stagelink_gloo.addresses import address_for, check_route
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    import torch
 
     from stagelink.transport.addresses import Address
-    from stagelink.transport.contract import Port
+    from stagelink.transport.contract import Deadline, Port
 
 __all__ = ["Operation", "Pair", "connect"]
 
 logger = logging.getLogger("stagelink")
-_SPARE_TAG = 2**31 - 1
 _AT_ONCE = timedelta(milliseconds=1)
 _LONGEST_S = 365 * 86400.0
 """What stands for no deadline: gloo cannot be given infinity."""
 
-_LOOK_S = 0.005
 
 _CONNECT_ROUNDS = 5
 """How often gloo waits for the group's time-out before it gives up connecting."""
 
 _LEAST_ROUND = timedelta(seconds=9)
 """A lookup of a name may take five seconds; so this is the least where there is time for two."""
-
-_pairs: WeakSet[Pair] = WeakSet()
 
 
 class Operation:
@@ -115,7 +106,7 @@ class Pair:
         self._handles: dict[Operation, Any] = {}
         self._lock = threading.Lock()
         self._breaker: threading.Thread | None = None
-        _pairs.add(self)
+        keep_in_child(self)
 
     def send(self, buffer: torch.Tensor, tag: int, doing: str) -> Operation:
         """Start to send ``buffer``, flat and contiguous; returns at once.
@@ -151,19 +142,13 @@ class Pair:
         """
         with self._lock:
             if self._breaker is None and self._group is not None:
-                self._breaker = threading.Thread(
-                    target=self._break,
-                    args=(self._group,),
+                self._breaker = break_off(
+                    self._group,
+                    1 - self._other,
+                    2,
                     name=f"stagelink-gloo-break-{self._peer}",
-                    daemon=False,  # gloo ends the process if that ends in the middle of it
+                    then=self._let_go,
                 )
-                self._breaker.start()
-
-    def _break(self, group: Any) -> None:
-        spare = torch.empty(1, device="cpu")
-        with suppress(RuntimeError):  # to run out of time is the purpose; or it is closed already
-            group.recv([spare], self._other, _SPARE_TAG).wait(_AT_ONCE)
-        self._let_go()
 
     def _let_go(self) -> None:
         with self._lock:
@@ -198,12 +183,12 @@ def connect(port: Port, interface: str | None, deadline: Deadline) -> Pair:
     mine = address_for(port, interface)
     ends = f"rank {port.rank} at {mine.text} ({mine.reason}) connecting with rank {port.peer}"
     try:
-        store = port.store()
-        theirs = _meet(store, me, port, mine, deadline)
+        board = Board(port, deadline)
+        theirs = _meet(board, me, port, mine)
         ends += f" at {theirs}"
         # The peer is there: it is a matter of milliseconds, unless it dies between.
         timeout = _round(deadline)
-        group = gloo_group(store, me, 2, address=mine.text, timeout=timeout, threads=0)
+        group = gloo_group(board.store, me, 2, address=mine.text, timeout=timeout, threads=0)
     except RuntimeError as error:
         raise _failure(f"{ends} by gloo", deadline, error) from error
     logger.info("rank %d: gloo with rank %d at %s (%s)", port.rank, port.peer, *mine)
@@ -216,31 +201,21 @@ def _round(deadline: Deadline) -> timedelta:
     return max(round_, _LEAST_ROUND) if _time_left(deadline, 2) >= _LEAST_ROUND else round_
 
 
-def _meet(store: Store, me: int, port: Port, mine: Address, deadline: Deadline) -> str:
-    """Wait for the peer and find a way to it; its address.
+def _meet(board: Board, me: int, port: Port, mine: Address) -> str:
+    """Wait for the peer and find a route to it; its address.
 
-    The second wait is for the peer to have found its own way: gloo would wait for it in vain.
+    The second wait is for the peer to have found its own: gloo would wait for it in vain.
     """
-    theirs = _swap(store, "here", me, mine.text, port, deadline)
+    theirs = _swap(board, "here", me, mine.text, port)
     check_route(port, mine, theirs)
-    _swap(store, "reachable", me, "1", port, deadline)
+    _swap(board, "reachable", me, "1", port)
     return theirs
 
 
-def _swap(store: Store, key: str, me: int, value: str, port: Port, deadline: Deadline) -> str:
-    """Give a value for the peer's; in steps, so that a failure of the pipeline ends the wait."""
-    store.set(f"{key}/{me}", value)
-    while not store.check([f"{key}/{1 - me}"]):
-        if deadline.passed:
-            raise TimeoutError(
-                f"rank {port.rank}: rank {port.peer} did not come within {deadline.seconds:g} s"
-            )
-        port.wait(_never, Deadline(_LOOK_S))
-    return store.get(f"{key}/{1 - me}").decode()
-
-
-def _never() -> bool:
-    return False
+def _swap(board: Board, key: str, me: int, value: str, port: Port) -> str:
+    """Give a value for the peer's."""
+    board.put(f"{key}/{me}", value)
+    return board.take(f"{key}/{1 - me}", f"rank {port.peer} did not come")
 
 
 def _time_left(deadline: Deadline, rounds: int = 1) -> timedelta:
@@ -253,16 +228,3 @@ def _failure(what: str, deadline: Deadline, error: RuntimeError) -> OSError:
     if deadline.passed:
         return TimeoutError(f"{what}: not done within {deadline.seconds:g} s")
     return ConnectionError(f"{what}: {error}")
-
-
-def _outlive() -> None:
-    """Keep a forked child from ever destroying a pair that it inherited.
-
-    That would wait for threads that only the parent has, and take the parent's sockets out of the
-    event queue that the two share, which ends the parent's process.
-    """
-    for pair in _pairs:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair))
-
-
-os.register_at_fork(after_in_child=_outlive)

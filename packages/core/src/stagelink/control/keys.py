@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore
@@ -17,9 +16,8 @@ if TYPE_CHECKING:
 
     from stagelink.control.store import StoreClient
 
-__all__ = ["Keys", "Pause"]
+__all__ = ["Keys"]
 
-_PAUSE_S = (0.002, 0.05)
 _LEAST_S = 0.5
 """For a call whose deadline is about to pass: a store that answers does so at once, and what is
 looked at last, and an error's text, are to be had."""
@@ -92,25 +90,3 @@ class Keys:
 
         found: dict[int, str] = self.ask(look, deadline)
         return found
-
-
-class Pause:
-    """Pauses between looks, shorter at first.
-
-    Args:
-        deadline: no pause goes beyond it.
-    """
-
-    def __init__(self, deadline: Deadline) -> None:
-        self._deadline = deadline
-        self._next_s = _PAUSE_S[0]
-
-    @property
-    def long(self) -> bool:
-        """Whether it has taken a while."""
-        return self._next_s >= _PAUSE_S[1]
-
-    def take(self) -> None:
-        """Sleep; a signal interrupts it."""
-        time.sleep(min(self._next_s, self._deadline.remaining_s))
-        self._next_s = min(2 * self._next_s, _PAUSE_S[1])

@@ -16,10 +16,11 @@ import json
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from stagelink.control.keys import Keys, Pause
+from stagelink.control.keys import Keys
 from stagelink.control.missing import Holder, late_ranks, listed
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, RankTakenError
+from stagelink.transport.board import look_until
 from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Rendezvous"]
 
 _LEADER = 0
+_TELL_S = 0.06
+"""How long a rank has waited for addresses when it leaves word of that."""
 
 
 class Rendezvous:
@@ -115,18 +118,21 @@ class Rendezvous:
         self.generation = name
 
     def _follow(self, deadline: Deadline) -> None:
-        pause = Pause(deadline)
-        old = ""
-        while True:
+        over = ""  # for this rank: another is to follow
+
+        def joined() -> bool:
+            nonlocal over
             lead, _ = self._lead_now(deadline)
-            if lead not in {"", old}:
-                if self._join(lead, deadline):
-                    self.generation = lead
-                    return
-                old = lead  # over for this rank: another is to follow
-            if deadline.passed:
-                raise self._nobody_leads(old, deadline)
-            pause.take()
+            if lead in {"", over}:
+                return False
+            if self._join(lead, deadline):
+                self.generation = lead
+                return True
+            over = lead
+            return False
+
+        if not look_until(joined, deadline):
+            raise self._nobody_leads(over, deadline)
 
     def _join(self, lead: str, deadline: Deadline) -> bool:
         """Take this rank's place in a generation; False where that is over."""
@@ -163,12 +169,10 @@ class Rendezvous:
         Raises:
             ConnectError: as `enter`.
         """
-        pause = Pause(deadline)
-        while not self._complete(deadline):
-            self._check_going_on(deadline)
-            if deadline.passed:
-                raise self._incomplete(deadline)
-            pause.take()
+        if not look_until(
+            lambda: self._complete(deadline) or self._check_going_on(deadline), deadline
+        ):
+            raise self._incomplete(deadline)
 
     def _complete(self, deadline: Deadline) -> bool:
         if self._rank != _LEADER:
@@ -181,11 +185,13 @@ class Rendezvous:
         self._keys.set(self._key("complete"), "", deadline)
         return True
 
-    def _check_going_on(self, deadline: Deadline) -> None:
+    def _check_going_on(self, deadline: Deadline) -> bool:
+        """False while no rank has failed, ConnectError where one has; for use in a look."""
         if cause := self.failure(deadline):
             raise ConnectError(
                 f"rank {self._rank}: rank {cause['rank']} failed while connecting: {cause['text']}"
             )
+        return False
 
     # -- who is missing
 
@@ -256,16 +262,22 @@ class Rendezvous:
             ConnectError: some have not by the deadline (named), or a rank has failed meanwhile.
         """
         names, step = self._each(kind, ranks), f"address ({kind})"
-        pause = Pause(deadline)
+        absent: list[int] = []
         told: list[int] = []
-        while absent := [ranks[place] for place in self._keys.absent(names, deadline)]:
-            self._check_going_on(deadline)
-            if deadline.passed:
-                raise self.late(step, absent, deadline)
-            if pause.long and told != absent:
+        soon = Deadline(_TELL_S)
+
+        def complete() -> bool:
+            nonlocal absent, told
+            absent = [ranks[place] for place in self._keys.absent(names, deadline)]
+            if not absent or self._check_going_on(deadline):
+                return True
+            if soon.passed and told != absent:
                 self.tell_wait(step, absent)
                 told = absent
-            pause.take()
+            return False
+
+        if not look_until(complete, deadline):
+            raise self.late(step, absent, deadline)
         found = self._keys.get_some(names, deadline)
         return {ranks[place]: json.loads(text) for place, text in found.items()}
 
@@ -354,9 +366,7 @@ class Rendezvous:
 
     def _wait_left(self, deadline: Deadline) -> None:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        pause = Pause(deadline)
-        while not deadline.passed and self._keys.absent(self._each("left", others), deadline):
-            pause.take()
+        look_until(lambda: not self._keys.absent(self._each("left", others), deadline), deadline)
 
     def cut(self) -> None:
         """Free whoever waits in a store that `pair_store` gave; returns at once."""

@@ -12,23 +12,21 @@ many replicas there are.
 
 from __future__ import annotations
 
-import ctypes
-import os
+import math
 import threading
-import time
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, DisagreementError, TransportError
-from stagelink.transport.gloo_groups import gloo_group
+from stagelink.transport.board import look_until
+from stagelink.transport.gloo_groups import break_off, gloo_group
 from stagelink.transport.host import server_id
 
 if TYPE_CHECKING:
@@ -38,14 +36,11 @@ if TYPE_CHECKING:
 
     from stagelink.exchange.handler import Handler
 
-__all__ = ["ReplicaGroup", "break_off"]
+__all__ = ["ReplicaGroup"]
 
 _PAUSE_S = 0.005
 _CAUSE_S = 2.0
 _LATER_S = 1.0
-_AT_ONCE = timedelta(milliseconds=1)
-_SPARE_TAG = 2**31 - 1
-_groups: WeakSet[ReplicaGroup] = WeakSet()
 
 
 class ReplicaGroup:
@@ -77,7 +72,6 @@ class ReplicaGroup:
         self._dropped = False
         self._working = False
         self._meet(comm.replica_store(self.drop))
-        _groups.add(self)
 
     def _meet(self, store: Store) -> None:
         built: Future[None] = Future()
@@ -96,10 +90,10 @@ class ReplicaGroup:
         store.set(f"here/{self._me}", host)
         keys = [f"here/{replica}" for replica in range(self.size)]
         # Gloo waits for peers without an end but its time-out, so it is called when all are there.
-        while not store.check(keys):
-            if self._dropped:
-                return
-            time.sleep(_PAUSE_S)
+        here = partial(store.check, keys)
+        look_until(lambda: self._dropped or here(), Deadline(math.inf), most_s=_PAUSE_S)
+        if not here():
+            return
         elsewhere = any(store.get(key).decode() != host for key in keys)
         self._group = gloo_group(
             store,
@@ -193,22 +187,7 @@ class ReplicaGroup:
         self._dropped = True
         group, self._group = self._group, None
         if group is not None and self._working:
-            break_off(group, self._me, self.size)
-
-
-def break_off(group: Any, rank: int, size: int) -> threading.Thread | None:
-    """Wake every wait in a gloo group, and make it useless; returns at once, on any thread.
-
-    Returns:
-        What does it, and ends soon; None for a group of one rank, in which nothing waits.
-    """
-    if size == 1:
-        return None
-    breaker = partial(_break_connections, group, (rank + 1) % size)
-    # No daemon: gloo ends the process where the interpreter's end finds it at work.
-    thread = threading.Thread(target=breaker, name="stagelink-replicas-break", daemon=False)
-    thread.start()
-    return thread
+            break_off(group, self._me, self.size, name="stagelink-replicas-break")
 
 
 def _carry_out(work: Callable[[], None], done: Future[None]) -> None:
@@ -220,24 +199,6 @@ def _carry_out(work: Callable[[], None], done: Future[None]) -> None:
         done.set_result(None)
 
 
-def _break_connections(group: Any, other: int) -> None:
-    """Close the group's connections, waking every wait, by a receive that runs out of time."""
-    with suppress(RuntimeError):  # to run out of time is the purpose; or they are closed already
-        group.recv([torch.empty(1, device="cpu")], other, _SPARE_TAG).wait(_AT_ONCE)
-
-
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """As bytes: gloo moves them whatever the dtype."""
     return tensor.view(torch.uint8)
-
-
-def _outlive() -> None:
-    """Keep a forked child, as a data loader's worker, from ever destroying an inherited group.
-
-    That would wait for threads which only the parent has.
-    """
-    for group in _groups:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._group))
-
-
-os.register_at_fork(after_in_child=_outlive)

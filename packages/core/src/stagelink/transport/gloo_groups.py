@@ -4,6 +4,9 @@ A gloo group listens for as long as it lives, and a process that has no file des
 somebody connects is ended by gloo. Once every member is connected nobody has any business there:
 a filter on the listening socket then drops all that comes to it. Groups themselves are connected
 by sockets of their own and notice nothing.
+
+Gloo cannot be told to give up: a wait that runs out of time closes every connection of its group,
+so that is how one is broken off. And a group must not be destroyed in a forked child.
 """
 
 from __future__ import annotations
@@ -14,20 +17,30 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
 from stagelink.errors import ConnectError
 from stagelink.transport.addresses import Address, address_of
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from torch.distributed import Store
 
-__all__ = ["THREADS", "VARIABLE", "gloo_group", "named_by_variable"]
+__all__ = [
+    "THREADS",
+    "VARIABLE",
+    "break_off",
+    "gloo_group",
+    "keep_in_child",
+    "named_by_variable",
+]
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """Torch's own environment variable for the interface of gloo."""
@@ -40,7 +53,10 @@ _SO_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """One instruction of the kernel's packet filter: return 0, the bytes to keep."""
 
+_SPARE_TAG = 2**31 - 1
+_AT_ONCE = timedelta(milliseconds=1)
 _making = threading.Lock()
+_kept: WeakSet[Any] = WeakSet()
 
 
 def named_by_variable() -> Address | None:
@@ -96,7 +112,62 @@ def gloo_group(  # noqa: PLR0913 - what a group is made of
     finally:
         if listener is not None:
             listener.close()
+    keep_in_child(group)
     return group
+
+
+def break_off(
+    group: Any,
+    rank: int,
+    size: int,
+    *,
+    name: str = "stagelink-gloo-break",
+    then: Callable[[], None] = lambda: None,
+) -> threading.Thread | None:
+    """Wake every wait in a gloo group, and make it useless; returns at once, on any thread.
+
+    Args:
+        group: the group.
+        rank: this member.
+        size: how many there are.
+        name: of the thread that does it.
+        then: called on that thread behind it.
+
+    Returns:
+        The thread, which ends soon; None for a group of one rank, in which nothing waits.
+    """
+    if size == 1:
+        return None
+    work = partial(_break_connections, group, (rank + 1) % size, then)
+    # No daemon: gloo ends the process where the interpreter's end finds it at work.
+    thread = threading.Thread(target=work, name=name, daemon=False)
+    thread.start()
+    return thread
+
+
+def _break_connections(group: Any, other: int, then: Callable[[], None]) -> None:
+    """Close the group's connections, waking every wait, by a receive that runs out of time."""
+    with suppress(RuntimeError):  # to run out of time is the purpose; or they are closed already
+        group.recv([torch.empty(1, device="cpu")], other, _SPARE_TAG).wait(_AT_ONCE)
+    then()
+
+
+def keep_in_child(owner: Any) -> None:
+    """Keep a forked child, as a data loader's worker, from ever destroying an inherited object.
+
+    For what owns a group of gloo or its handles. To destroy those would wait for threads that only
+    the parent has, and take the parent's sockets out of the event queue that the two share, which
+    ends the parent's process.
+    """
+    _kept.add(owner)
+
+
+def _outlive() -> None:
+    for owner in tuple(_kept):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+
+
+os.register_at_fork(after_in_child=_outlive)
 
 
 def _listening_device(address: str, *, lazy: bool) -> tuple[Any, socket.socket | None]:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from stagelink.errors import ConnectError
 from stagelink.interop.collectives import ExplainedGroup
-from stagelink.runner.replicas import break_off
-from stagelink.transport.gloo_groups import THREADS, gloo_group
+from stagelink.transport.gloo_groups import THREADS, break_off, gloo_group
 
 if TYPE_CHECKING:
     import threading

@@ -13,8 +13,7 @@ from stagelink.control.listening import gloo_address_by, store_host
 from stagelink.errors import DeadlineError, StagelinkError
 from stagelink.interop.collectives import ExplainedGroup, explained
 from stagelink.plan.document import Control
-from stagelink.runner.replicas import break_off
-from stagelink.transport.gloo_groups import THREADS, gloo_group
+from stagelink.transport.gloo_groups import THREADS, break_off, gloo_group
 from stagelink.transport.host import server_id
 
 if TYPE_CHECKING:
