@@ -1,8 +1,8 @@
-"""Who waits for whom: a rank whose time is up asks along the chain, and names the last.
+"""Chain of waits: a rank whose time is up asks along it, and names the last.
 
-The rank that it waited for may itself wait for another. So it asks; whoever is asked says at once
-what it waits for, and asks that rank in turn. Reading answers for a rank that computes or waits;
-one that is stopped says nothing, and is the last that is named.
+The rank that it waited for may itself wait for another. So it asks; a rank that is asked says at
+once what it waits for, and asks that rank in turn. Reading answers for a rank that computes or
+waits; one that is stopped says nothing, and is the last that is named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_TEXT = 500
 
 
 class Awaited(NamedTuple):
-    """What a caller waits for.
+    """Target of a caller's wait.
 
     Attributes:
         peer: the rank that it is to come from.
@@ -48,7 +48,7 @@ class _Step(NamedTuple):
 
 
 class Chain:
-    """What one rank waits for, and what it hears of the others' waits.
+    """Waits of one rank, and what it hears of the others'.
 
     Args:
         plane: this rank's; it carries the questions (forward) and answers (backward).

@@ -225,7 +225,7 @@ class Connection:
             self._break(error)
 
     def _break(self, error: OSError) -> None:
-        """Keep why: the system tells it once, whoever asks first."""
+        """Keep the reason: the system tells it once only."""
         self._writes = _Writes.BROKEN
         if error.errno not in (errno.EPIPE, errno.ENOTCONN):  # which say that it was over before
             self.lost_by = self.lost_by or error

@@ -1,4 +1,4 @@
-"""Where connections come in: the handshake, and bounds on those of whom nothing is known yet.
+"""Accepting of connections: the handshake, and bounds on peers that are not known yet.
 
 A stranger costs a descriptor until it has shown the job's proof. So there are never more than a
 few, each has a moment to show it, and when this process is out of descriptors nobody is accepted

@@ -1,4 +1,4 @@
-"""What ends the use of a rank's handler: set once, raised in every caller, told to every rank.
+"""Failure of a rank's handler: set once, raised in every caller, told to every rank.
 
 The first failure stays; later ones change nothing.
 """
@@ -30,7 +30,7 @@ _EXPLAIN_S = 0.5
 
 
 class State(enum.Enum):
-    """How far a handler has come; a failure is not part of it."""
+    """Progress of a handler towards its end; a failure is not part of it."""
 
     OPEN = enum.auto()
     CLOSING = enum.auto()
@@ -110,7 +110,7 @@ class Failure:
         raise ClosedError(f"rank {self._rank} is closed")
 
     def check_failure(self) -> None:
-        """As `check`, but fine with a handler that is being closed."""
+        """Raise like `check`, but not while the handler is being closed."""
         error = self._forked or self.error
         if error is not None:
             # As a new object: one that is raised from two threads would mix their tracebacks.
@@ -164,8 +164,8 @@ class Failure:
                 "text": text or str(error),
             }
             self.error = error
-            # With the lock held: whoever sees the failure may close at once, and then nothing
-            # more is sent.
+            # With the lock held: who sees the failure may close at once, and then nothing more is
+            # sent.
             self._tell(told_by)
         for callback in self._callbacks:
             callback(error)

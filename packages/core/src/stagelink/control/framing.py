@@ -1,6 +1,6 @@
 """The bytes of one connection, cut into frames; of a stranger no more than it takes to know it.
 
-A stranger is whoever has not shown the job's proof: it may send the header of a HELLO and the
+A stranger is a peer that has not shown the job's proof: it may send the header of a HELLO and the
 proof behind it, and nothing else is read, let alone parsed, before the proof was looked at.
 """
 
@@ -77,7 +77,7 @@ class Proof:
 
 
 class Framing:
-    """What has come of a stream and is no whole frame yet.
+    """Bytes of a stream that are no whole frame yet.
 
     Args:
         check_proof: raises if a stranger's proof is wrong; None: the other end is known already.
@@ -96,15 +96,15 @@ class Framing:
 
     @property
     def room(self) -> int:
-        """How many bytes may be read next."""
+        """Limit of bytes that may be read next."""
         return READ_BYTES if self.trusted else min(self._needed - len(self._held), READ_BYTES)
 
     def add_fds(self, fds: Iterable[int]) -> None:
-        """Descriptors came, with the first of the bytes that are fed next."""
+        """Take descriptors, which came with the first of the bytes that are fed next."""
         self._fds.extend(fds)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are whole with these bytes.
+        """Yield the frames that are complete with these bytes.
 
         Raises:
             ProtocolError: the bytes are no frames of this protocol, or no stranger's HELLO.

@@ -1,4 +1,4 @@
-"""Who a process is in its job, and where the job's store is: given, or from the environment.
+"""Launch of a process: its rank, and the job's store, given or from the environment.
 
 All of it is checked here, before anything is opened; an error says how the value was given.
 """
@@ -29,7 +29,7 @@ _HOST = re.compile(r"[^\s/?#@\[\]]+")
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where a store is.
+    """Address of a store.
 
     Attributes:
         kind: ``tcp``: rank 0 hosts it. ``agent``: the launcher does. ``file``: a file that all
@@ -124,7 +124,7 @@ def _port(port: object, given: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Who this process is in its job.
+    """Rank of this process, and its job.
 
     Attributes:
         rank: its rank.

@@ -1,4 +1,4 @@
-"""Where a rank listens for ranks of other servers: at which address, and on which port."""
+"""Listening for ranks of other servers: at which address, and on which port."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How two ranks become connected: listen, find the address, dial, say HELLO, be judged.
+"""Handshake of two ranks: listen, find the address, dial, exchange HELLOs, be judged.
 
 Within a server the connection is a Unix stream socket at an abstract address, across servers TCP.
 The lower rank of a pair dials. A connection counts only after both ends have said HELLO with the
-job's token; whoever comes without it is logged and dropped, and harms nobody.
+job's token; a connection without it is logged and dropped, and harms nobody.
 """
 
 from __future__ import annotations

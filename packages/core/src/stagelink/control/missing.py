@@ -1,4 +1,4 @@
-"""Who is missing while ranks connect: the one for whose sake all wait, in words.
+"""Missing ranks while ranks connect: the one for whose sake all wait, in words.
 
 A rank that waits for others leaves word of that in the store. So a rank whose wait runs out of
 time need not blame the one that it waits for itself, which may wait for a third.
@@ -39,12 +39,12 @@ class Holder:
         return cls(f"{socket.gethostname()} process {os.getpid()}", process_id(), nonce)
 
     def to_json(self) -> str:
-        """As a text."""
+        """Encode as a text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Holder:
-        """From the text that `to_json` made."""
+        """Decode the text of `to_json`."""
         return cls(**json.loads(text))
 
     @property

@@ -1,4 +1,4 @@
-"""From a store's address to a client of it, with an error that says what is wrong there.
+"""Opening of a store by its address, with an error that says what is wrong there.
 
 Names and ports are tried by Python's own calls before torch's, since those tell why they fail,
 end in time, and can be interrupted.

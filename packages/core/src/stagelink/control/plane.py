@@ -186,7 +186,7 @@ class Plane:
         return False
 
     def check_reached(self, peer: int, awaited: str) -> bool:
-        """As `check_here` for what a peer still does after its goodbye, until its end."""
+        """Check like `check_here` what a peer still does after its goodbye, until its end."""
         return peer in self.ended and self.check_here(peer, awaited)
 
     def part(self, peer: int, *, anyway: bool = False) -> bool:

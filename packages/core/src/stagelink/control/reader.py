@@ -1,7 +1,7 @@
 """The reader of a rank, by leader/followers: one thread at a time reads, and it reads for all.
 
 A caller that waits for something takes the role, so what it waits for reaches it without a change
-of threads; the others sleep until something has changed. While no caller waits, a stand-by thread
+of threads; the others sleep until something has changed. While no caller waits, a standby thread
 watches, without the role, and takes a turn when something has come; it watches only when nobody
 has called for a moment, so callers that wait often are not disturbed by it.
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["Reader"]
 
 _GRACE_S = 0.001
-"""How long after the last call the stand-by comes in."""
+"""Time from the last call until the standby comes in."""
 
 _UNREAD_S = 0.002
-"""How long after the last turn it comes in where calls keep coming and none of them reads."""
+"""Time from the last turn until it comes in where calls keep coming and none of them reads."""
 
 _LOOK_S = 1.0
 """How often those who sleep look by themselves, should a signal have swallowed a wake-up."""
@@ -100,7 +100,7 @@ class Reader:
     On Linux's epoll itself: a layer above it costs as much again for every message.
 
     Args:
-        name: of the stand-by thread.
+        name: of the standby thread.
 
     Attributes:
         lock: guards everything that a ``ready`` looks at.
@@ -145,7 +145,7 @@ class Reader:
         self._epoll.register(sock.fileno(), select.EPOLLIN)
 
     def watch_writes(self, sock: socket.socket, *, wanted: bool) -> None:
-        """Whether to call also when the socket can be written; in force at once."""
+        """Set whether to call also when the socket can be written; in force at once."""
         if sock.fileno() >= 0:
             self._epoll.modify(sock.fileno(), event_mask(writes=wanted))
 
@@ -201,11 +201,11 @@ class Reader:
     # -- who reads
 
     def start(self) -> None:
-        """Start the stand-by thread."""
+        """Start the standby thread."""
         self._standby.start()
 
     def stop(self, deadline: Deadline) -> None:
-        """End the stand-by thread and wait for it; callers that still wait go on by themselves."""
+        """End the standby thread and wait for it; callers that still wait go on by themselves."""
         self._stopped = True
         self._idle.ring()
         if threading.current_thread() is self._standby:
@@ -216,7 +216,7 @@ class Reader:
             self._standby.join(min(_WAKE_AGAIN_S, deadline.remaining_s))
 
     def touch(self) -> None:
-        """Record caller activity, so that the stand-by stays away for a moment."""
+        """Record caller activity, so that the standby stays away for a moment."""
         self._last_call = time.monotonic()
 
     def changed(self) -> None:
@@ -376,7 +376,7 @@ class Reader:
         """Make a turn that blocks return; from any thread, also when there is none."""
         try:
             self._wake_out.send(b"\0")
-        except OSError as error:  # full: one is under way; closed: nobody is left to be woken
+        except OSError as error:  # full: one is on its way; closed: nobody is left to be woken
             if stops_caller(error):
                 raise
 

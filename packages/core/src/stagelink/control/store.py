@@ -230,12 +230,12 @@ class StoreClient:
         return lent
 
     def cut_lent(self) -> None:
-        """Free whoever waits in a store that was lent: their calls fail."""
+        """Free callers that wait in a store that was lent: their calls fail."""
         for lent in tuple(self._lent):
             _shut_down(_descriptor(lent))
 
     def cut(self, why: str) -> None:
-        """Give the store up: the call that is under way is freed, and no other is made."""
+        """Give the store up: the call in progress is freed, and no other is made."""
         if os.getpid() != self._process:
             return  # the sockets are the parent's as well
         self._broken = self._broken or why

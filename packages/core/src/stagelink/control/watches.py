@@ -37,7 +37,7 @@ class Watch:
 
 
 class Watches:
-    """Who has which descriptor watched.
+    """Descriptors that are watched, and for whom.
 
     Args:
         epoll: where the descriptors are registered.

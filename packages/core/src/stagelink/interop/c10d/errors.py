@@ -14,7 +14,7 @@ class C10dMessageError(dist.DistBackendError, MessageError):
 
 
 class C10dMessageTypeError(dist.DistBackendError, MessageTypeError):
-    """Something cannot be sent, or received into, for what it is."""
+    """An object that cannot be sent, or received into, for what it is."""
 
 
 class C10dRefusedError(dist.DistBackendError, RefusedError):

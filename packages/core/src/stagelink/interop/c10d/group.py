@@ -50,7 +50,7 @@ _world: StagelinkGroup | None = None
 
 
 class StagelinkGroup(WithCollectives):
-    """What ``init_process_group("cpu:stagelink")`` and ``new_group(backend="stagelink")`` make.
+    """Process group that ``init_process_group("cpu:stagelink")`` makes, and ``new_group``.
 
     The group of the whole world has the connections, and every group of some of its ranks uses
     them; a group beside another backend's world has its own. An error is raised as torch's
@@ -266,7 +266,7 @@ class StagelinkGroup(WithCollectives):
 
     @untraced
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> RecvWork:
-        """Not to be had: every message is for one sender.
+        """Refuse: every message is for one sender.
 
         Raises:
             DistBackendError: always.
@@ -314,7 +314,7 @@ class StagelinkGroup(WithCollectives):
 
     @property
     def transports(self) -> dict[str, dict[int, str]]:
-        """By kind of device: what carries messages to each other rank of the group."""
+        """Transports to each other rank of the group, by kind of device."""
         return {
             device: {
                 rank: mesh.transports[place]
