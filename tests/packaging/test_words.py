@@ -39,7 +39,7 @@ PAGES = sorted(
 )
 
 PENDING = (
-    *(CORE / room for room in ("control", "exchange", "links")),
+    *(CORE / room for room in ("exchange", "links")),
     *(CORE / room for room in ("interop/c10d", "testing")),
     *(CORE / "transport" / name for name in ("contract.py", "lanes.py", "loopback.py")),
     *(ROOT / "packages").glob("transport-*"),

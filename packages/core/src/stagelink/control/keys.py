@@ -43,7 +43,7 @@ class Keys:
         return self.client.call(lambda store: work(self._under(store)), patience)
 
     def submit(self, work: Callable[[PrefixStore], None]) -> threading.Event | None:
-        """As `ask`, but returns at once; see `StoreClient.submit`."""
+        """Ask without waiting; see `StoreClient.submit`."""
         return self.client.submit(lambda store: work(self._under(store)))
 
     def _under(self, store: Store) -> PrefixStore:

@@ -1,4 +1,4 @@
-"""How ranks find each other: places, addresses, the job's token and the abort key in a c10d store.
+"""Rendezvous of ranks in a c10d store: places, addresses, the job's token and the abort key.
 
 The store is needed while connecting, and while a pair of ranks opens its links, at whatever time
 it does; afterwards only the abort key and the leaving of ranks are kept in it, and nothing that
@@ -256,7 +256,7 @@ class Rendezvous:
         self._keys.set(key, json.dumps(address), Deadline(self._patience_s))
 
     def read(self, kind: str, ranks: list[int], deadline: Deadline) -> dict[int, dict[str, Any]]:
-        """What the given ranks published; waits for them, in steps that a signal can interrupt.
+        """Read what ranks published; waits for them, in steps that a signal can interrupt.
 
         Raises:
             ConnectError: some have not by the deadline (named), or a rank has failed meanwhile.
@@ -282,12 +282,12 @@ class Rendezvous:
         return {ranks[place]: json.loads(text) for place, text in found.items()}
 
     def tell(self, kind: str, value: Any) -> None:
-        """Leave word for whoever asks, by `told`; returns at once, and says nothing of errors."""
+        """Leave word for other ranks' `told`; returns at once, and says nothing of errors."""
         key, text = self._key(f"{kind}/{self._rank}"), json.dumps(value)
         self._keys.submit(lambda keys: keys.set(key, text))
 
     def told(self, kind: str, deadline: Deadline) -> dict[int, Any]:
-        """What ranks have left word of, by rank; nothing where the store is gone."""
+        """Read what ranks have left word of, by rank; nothing where the store is gone."""
         try:
             found = self._keys.get_some(self._each(kind, range(self._world_size)), deadline)
         except ConnectError as error:
@@ -369,5 +369,5 @@ class Rendezvous:
         look_until(lambda: not self._keys.absent(self._each("left", others), deadline), deadline)
 
     def cut(self) -> None:
-        """Free whoever waits in a store that `pair_store` gave; returns at once."""
+        """Free callers that wait in a store that `pair_store` gave; returns at once."""
         self._keys.client.cut_lent()

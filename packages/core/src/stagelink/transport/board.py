@@ -1,4 +1,4 @@
-"""Meeting in a store: looks, again and again, for what another has still to write there."""
+"""Exchange by a store: polling for what another has still to write there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def look_until(
     sleep: Callable[[float], object] = time.sleep,
     most_s: float = _PAUSE_S[1],
 ) -> bool:
-    """Look until something is found, in pauses that are shorter at first; a signal interrupts it.
+    """Poll until something is found, in pauses that are shorter at first; a signal interrupts it.
 
     Args:
         found: looks; what it raises ends it.
@@ -45,7 +45,7 @@ def look_until(
 
 
 class Board:
-    """What the two ends of a link write to each other in the store of their pair.
+    """Exchange between the two ends of a link, in the store of their pair.
 
     Args:
         port: of this end.
