@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagelink.errors import NoTransportError, PluginError, UnknownTransportError
 from stagelink.plan.rules import AUTO, link_facts, rule_for
-from stagelink.plugins.eligibility import Asker, Case
+from stagelink.plugins.eligibility import Asker, Eligibility
 from stagelink.text import quoted
 
 if TYPE_CHECKING:
@@ -136,13 +136,13 @@ def choose(plan: Plan, edge: Edge, source: End, target: End, ask: Asker) -> Choi
     """
     same_server = source.server == target.server
     rule = rule_for(plan.rules, _facts(plan, edge, (source.rank, target.rank), same_server))
-    case = Case(edge, device_of(plan, edge), source, target, ask)
+    case = Eligibility(edge, device_of(plan, edge), source, target, ask)
     if rule is None or rule.transports == AUTO:
         return _by_rank(case, rule)
     return _by_preference(case, rule)
 
 
-def _by_preference(case: Case, rule: LinkRule) -> Choice:
+def _by_preference(case: Eligibility, rule: LinkRule) -> Choice:
     refused: list[Refusal] = []
     for name in rule.transports:
         reason = case.reason(name)
@@ -154,7 +154,7 @@ def _by_preference(case: Case, rule: LinkRule) -> Choice:
     raise NoTransportError(_nothing_fits(case, rule, refused)) from _cause(case, refused)
 
 
-def _by_rank(case: Case, rule: LinkRule | None) -> Choice:
+def _by_rank(case: Eligibility, rule: LinkRule | None) -> Choice:
     judged = [(name, case.reason(name)) for name in case.known()]
     fit = [name for name, reason in judged if reason is None]
     refused = [Refusal(name, reason) for name, reason in judged if reason is not None]
@@ -167,13 +167,13 @@ def _by_rank(case: Case, rule: LinkRule | None) -> Choice:
     return Choice(case.link(taken), rule.index if rule else None, True, tuple(refused), lower)
 
 
-def _cause(case: Case, refused: Sequence[Refusal]) -> Exception | None:
+def _cause(case: Eligibility, refused: Sequence[Refusal]) -> Exception | None:
     """This process's own error, with its traceback, of the first transport that has one."""
     errors = [case.ask.errors.get(one.name) for one in refused]
     return next((error for error in errors if error is not None and error.__cause__), None)
 
 
-def _sole_failure(case: Case, rule: LinkRule, refused: Refusal) -> StagelinkError:
+def _sole_failure(case: Eligibility, rule: LinkRule, refused: Refusal) -> StagelinkError:
     """The only transport that was asked for: its plugin's own error, if that is what is wrong."""
     kinds = {"absent": UnknownTransportError, "disabled": UnknownTransportError}
     for rank, offer in case.offers(refused.name):
@@ -185,7 +185,7 @@ def _sole_failure(case: Case, rule: LinkRule, refused: Refusal) -> StagelinkErro
     return NoTransportError(_nothing_fits(case, rule, [refused]))
 
 
-def _nothing_fits(case: Case, rule: LinkRule | None, refused: Sequence[Refusal]) -> str:
+def _nothing_fits(case: Eligibility, rule: LinkRule | None, refused: Sequence[Refusal]) -> str:
     reasons = "".join(f"\n  - {name!r}: {reason}" for name, reason in refused)
     decider = _decider(rule.index if rule else None)
     if not refused:
@@ -196,7 +196,7 @@ def _nothing_fits(case: Case, rule: LinkRule | None, refused: Sequence[Refusal])
     )
 
 
-def _head(case: Case) -> str:
+def _head(case: Eligibility) -> str:
     return (
         f"nothing can carry tensor {case.edge.tensor.name!r} from rank {case.source.rank} to rank "
         f"{case.target.rank} (device {case.device!r})"

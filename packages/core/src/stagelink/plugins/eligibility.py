@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stagelink.plugins.offers import End, Offer
     from stagelink.transport.contract import Capabilities, Place, Verdict
 
-__all__ = ["Asker", "Case"]
+__all__ = ["Asker", "Eligibility"]
 
 
 class Asker(NamedTuple):
@@ -35,8 +35,8 @@ class Asker(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One link that needs a transport.
+class Eligibility:
+    """Eligibility of transports for one link.
 
     Attributes:
         edge: the edge that it carries.
