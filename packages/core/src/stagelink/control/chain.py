@@ -17,10 +17,10 @@ from stagelink.errors import ProtocolError
 from stagelink.transport.header import Direction, Header, MessageKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from stagelink.control.connection import Frame
-    from stagelink.control.plane import Plane
+    from stagelink.control.reader import Reader
 
 __all__ = ["Awaited", "Chain"]
 
@@ -51,15 +51,29 @@ class Chain:
     """Waits of one rank, and what it hears of the others'.
 
     Args:
-        plane: this rank's; it carries the questions (forward) and answers (backward).
+        rank: this rank.
+        reader: this rank's.
+        peers: the ranks that it is or was connected to.
+        post: sends a frame to a peer; see `Plane.post`.
+        wait: see `Plane.wait`.
     """
 
-    def __init__(self, plane: Plane) -> None:
-        self._plane = plane
+    def __init__(
+        self,
+        rank: int,
+        reader: Reader,
+        peers: Collection[int],
+        post: Callable[[int, Header, bytes], None],
+        wait: Callable[[Callable[[], bool], Deadline], bool],
+    ) -> None:
+        self._rank = rank
+        self._reader = reader
+        self._peers = peers
+        self._post = post
+        self._wait = wait
         self._mine: dict[int, Awaited] = {}
         self._heard: dict[int, dict[int, _Step]] = {}
         self._asked = 0
-        plane.handle(MessageKind.WAITS, self._on_waits)
 
     def begin(self, awaited: Awaited) -> None:
         """The calling thread waits from now on, until `end`."""
@@ -78,16 +92,16 @@ class Chain:
         Raises:
             StagelinkError: the handler failed meanwhile, which explains it better.
         """
-        plane, peer = self._plane, awaited.peer
-        if peer not in plane.peers:
+        peer = awaited.peer
+        if peer not in self._peers:
             return ""
-        with plane.lock:
+        with self._reader.lock:
             number, self._asked = self._asked, self._asked + 1
             heard = self._heard[number] = {}
         self.begin(awaited)  # others may ask at this very moment
         try:
-            self._ask(peer, number, [plane.rank])
-            plane.wait(lambda: self._is_whole(peer, heard), Deadline(_ANSWER_S))
+            self._ask(peer, number, [self._rank])
+            self._wait(lambda: self._is_whole(peer, heard), Deadline(_ANSWER_S))
         finally:
             self.end()
             del self._heard[number]
@@ -95,11 +109,11 @@ class Chain:
 
     def _ask(self, peer: int, number: int, path: list[int]) -> None:
         header = Header(MessageKind.WAITS, Direction.FORWARD, sequence=number)
-        self._plane.post(peer, header, encode({"path": path}))
+        self._post(peer, header, encode({"path": path}))
 
     def _is_whole(self, peer: int, heard: Mapping[int, _Step]) -> bool:
         *before, last = self._follow(peer, heard)
-        cycle = last in (self._plane.rank, *before)
+        cycle = last in (self._rank, *before)
         return cycle or (last in heard and heard[last].peer is None)
 
     def _follow(self, peer: int, heard: Mapping[int, _Step]) -> list[int]:
@@ -107,7 +121,7 @@ class Chain:
         ranks = [peer]
         while (step := heard.get(ranks[-1])) is not None and step.peer is not None:
             ranks.append(step.peer)
-            if step.peer in (self._plane.rank, *ranks[:-1]):  # a cycle
+            if step.peer in (self._rank, *ranks[:-1]):  # a cycle
                 break
         return ranks
 
@@ -115,7 +129,7 @@ class Chain:
         *before, last = self._follow(peer, heard)
         words = [f"rank {rank} waits for rank {heard[rank].peer} ({heard[rank].what})"
                  for rank in before]  # fmt: skip
-        if last in (self._plane.rank, *before):
+        if last in (self._rank, *before):
             words.append("so the ranks wait for each other in a cycle")
         elif last in heard:
             words.append(
@@ -130,7 +144,8 @@ class Chain:
 
     # -- on the reading thread
 
-    def _on_waits(self, peer: int, frame: Frame) -> None:
+    def hear(self, peer: int, frame: Frame) -> None:
+        """Answer a question that came, hear an answer, or pass either on."""
         fields, number = decode(frame.note), frame.header.sequence
         path = fields.get("path")
         if not isinstance(path, list) or not path or not all(type(rank) is int for rank in path):
@@ -138,30 +153,30 @@ class Chain:
         if frame.header.direction is Direction.FORWARD:
             self._answer(peer, number, path)
         elif len(path) == 1:
-            self._hear(peer, number, fields)
-        elif path[-2] in self._plane.peers:
+            self._keep(peer, number, fields)
+        elif path[-2] in self._peers:
             self._say(path[-2], number, path[:-1], fields)
 
     def _answer(self, peer: int, number: int, path: list[int]) -> None:
         mine = next(iter(tuple(self._mine.values())), None)
-        step = {"rank": self._plane.rank, "peer": None, "what": ""}
+        step = {"rank": self._rank, "peer": None, "what": ""}
         if mine is not None:
             step |= {"peer": mine.peer, "what": mine.what()[:_MAX_TEXT]}
         self._say(peer, number, path, step)
-        if mine is not None and mine.peer not in path and mine.peer in self._plane.peers:
-            self._ask(mine.peer, number, [*path, self._plane.rank])
+        if mine is not None and mine.peer not in path and mine.peer in self._peers:
+            self._ask(mine.peer, number, [*path, self._rank])
 
     def _say(self, peer: int, number: int, path: list[int], fields: Mapping[str, Any]) -> None:
         header = Header(MessageKind.WAITS, Direction.BACKWARD, sequence=number)
         said = {name: fields.get(name) for name in ("rank", "peer", "what")}
-        self._plane.post(peer, header, encode({"path": path, **said}))
+        self._post(peer, header, encode({"path": path, **said}))
 
-    def _hear(self, peer: int, number: int, fields: Mapping[str, Any]) -> None:
+    def _keep(self, peer: int, number: int, fields: Mapping[str, Any]) -> None:
         rank, awaited, what = (fields.get(name) for name in ("rank", "peer", "what"))
         if type(rank) is not int or not (awaited is None or type(awaited) is int):
             raise ProtocolError(f"rank {peer}: WAITS of rank {rank!r:.50} for {awaited!r:.50}")
-        with self._plane.lock:
+        with self._reader.lock:
             heard = self._heard.get(number)
             if heard is not None:
                 heard[rank] = _Step(awaited, str(what)[:_MAX_TEXT])
-        self._plane.changed()
+        self._reader.changed()

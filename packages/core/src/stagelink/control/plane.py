@@ -89,7 +89,8 @@ class Plane:
         self.check = self.failure.check
         self.fail = self.failure.fail
         self.door = Door(rank, self.reader, self._connections, self.failure, self._on_ready)
-        self.chain = Chain(self)
+        self.chain = Chain(rank, self.reader, self._connections, self.post, self.wait)
+        self._handlers[MessageKind.WAITS] = self.chain.hear
         _planes.add(self)
 
     # -- for the upper layers

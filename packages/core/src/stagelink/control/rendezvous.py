@@ -4,22 +4,20 @@ The store is needed while connecting, and while a pair of ranks opens its links,
 it does; afterwards only the abort key and the leaving of ranks are kept in it, and nothing that
 moves tensors touches it. Every call of it is bounded, see `stagelink.control.store`.
 
-Ranks that meet are one generation. Rank 0 makes its name, which nobody can know before, and leaves
-it where all look; the others take their places in it, and it is complete when rank 0 has seen them
-all there. So what an earlier generation left in the store, that of processes which have died
-included, is never taken for what this one says.
+Ranks that meet are one generation, see `stagelink.control.generations`; it is complete when rank 0
+has seen them all there.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 from typing import TYPE_CHECKING, Any
 
+from stagelink.control.generations import LEADER, Generations
 from stagelink.control.keys import Keys
-from stagelink.control.missing import Holder, late_ranks, listed
+from stagelink.control.missing import Holder, late_ranks
 from stagelink.deadline import Deadline
-from stagelink.errors import ConnectError, RankTakenError
+from stagelink.errors import ConnectError
 from stagelink.transport.board import look_until
 from stagelink.transport.interrupts import stops_caller
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Rendezvous"]
 
-_LEADER = 0
 _TELL_S = 0.06
 """How long a rank has waited for addresses when it leaves word of that."""
 
@@ -69,12 +66,10 @@ class Rendezvous:
         self.generation = ""
         self.store_host = client.host
         self._keys = Keys(client, f"stagelink/{run}")
-        self._run = run
         self._rank = rank
         self._world_size = world_size
-        self._restarts = restarts
+        self._generations = Generations(self._keys, run, rank, world_size, restarts=restarts)
         self._patience_s = patience_s
-        self._holder = Holder.here(secrets.token_hex(8))
 
     def _key(self, key: str) -> str:
         return f"{self.generation}/{key}"
@@ -101,67 +96,7 @@ class Rendezvous:
             RankTakenError: another process has this rank.
             ConnectError: rank 0 did not come by the deadline.
         """
-        if self._rank == _LEADER:
-            self._lead(deadline)
-        else:
-            self._keys.set(f"here/{self._rank}", self._holder.to_json(), deadline)
-            self._follow(deadline)
-
-    def _lead(self, deadline: Deadline) -> None:
-        name = secrets.token_hex(16)
-        mine = json.dumps([name, self._holder.to_json()])
-        held = ""
-        while (found := self._keys.swap("lead", held, mine, deadline)) != mine:
-            before, holder = json.loads(found)
-            self._check_free(before, Holder.from_json(holder), deadline)
-            held = found
-        self.generation = name
-
-    def _follow(self, deadline: Deadline) -> None:
-        over = ""  # for this rank: another is to follow
-
-        def joined() -> bool:
-            nonlocal over
-            lead, _ = self._lead_now(deadline)
-            if lead in {"", over}:
-                return False
-            if self._join(lead, deadline):
-                self.generation = lead
-                return True
-            over = lead
-            return False
-
-        if not look_until(joined, deadline):
-            raise self._nobody_leads(over, deadline)
-
-    def _join(self, lead: str, deadline: Deadline) -> bool:
-        """Take this rank's place in a generation; False where that is over."""
-        if not self._keys.absent([f"{lead}/left/{_LEADER}"], deadline):
-            return False
-        mine = self._holder.to_json()
-        held = self._keys.swap(f"{lead}/join/{self._rank}", "", mine, deadline)
-        if held == mine:
-            return True
-        self._check_free(lead, Holder.from_json(held), deadline)
-        return False
-
-    def _lead_now(self, deadline: Deadline) -> tuple[str, Holder | None]:
-        found = self._keys.get("lead", deadline)
-        if found is None:
-            return "", None
-        name, holder = json.loads(found)
-        return name, Holder.from_json(holder)
-
-    def _check_free(self, generation: str, holder: Holder, deadline: Deadline) -> None:
-        """Make sure that the process which has this rank's place has left, or has died."""
-        if not self._keys.absent([f"{generation}/left/{self._rank}"], deadline):
-            return
-        if not holder.is_here and (self._restarts or holder.is_dead):
-            return
-        raise RankTakenError(
-            f"rank {self._rank} of run {self._run!r} is taken by {holder.name}; "
-            "start each rank once, and give a run that reuses a store another run_id"
-        )
+        self.generation = self._generations.enter(deadline)
 
     def gather(self, deadline: Deadline) -> None:
         """Wait until every rank has taken its place.
@@ -175,9 +110,9 @@ class Rendezvous:
             raise self._incomplete(deadline)
 
     def _complete(self, deadline: Deadline) -> bool:
-        if self._rank != _LEADER:
-            if self._lead_now(deadline)[0] != self.generation:
-                self._follow(deadline)
+        if self._rank != LEADER:
+            if self._generations.now(deadline)[0] != self.generation:
+                self.generation = self._generations.follow(deadline)
             return not self._keys.absent([self._key("complete")], deadline)
         others = range(1, self._world_size)
         if self._keys.absent(self._each("join", others), deadline):
@@ -195,28 +130,11 @@ class Rendezvous:
 
     # -- who is missing
 
-    def _nobody_leads(self, old: str, deadline: Deadline) -> ConnectError:
-        others = [rank for rank in range(1, self._world_size) if rank != self._rank]
-        absent = self._keys.absent([f"here/{rank}" for rank in others], deadline)
-        gave_up = self._keys.get(f"{old}/abort", deadline) if old else None
-        more = f" Rank 0 was here and gave up: {json.loads(gave_up)['text']}" if gave_up else ""
-        return self._not_here([_LEADER, *(others[place] for place in absent)], deadline, more)
-
     def _incomplete(self, deadline: Deadline) -> ConnectError:
         absent = self._keys.absent(self._each("join", range(1, self._world_size)), deadline)
         if absent:
-            return self._not_here([place + 1 for place in absent], deadline)
-        return self.late("word that all are here", [_LEADER], deadline)
-
-    def _not_here(
-        self, missing: Sequence[int], deadline: Deadline, more: str = ""
-    ) -> ConnectError:
-        return ConnectError(
-            f"rank {self._rank}: missing: {listed(missing)}, not here within "
-            f"{deadline.seconds:g} s. Was each of them started, with the same store "
-            f"({self._keys.client.where}), run id and plan name (here {self._run!r})? Did it end "
-            f"with an error of its own before it could connect?{more}"
-        )
+            return self._generations.not_here([place + 1 for place in absent], deadline)
+        return self.late("word that all are here", [LEADER], deadline)
 
     def tell_wait(self, step: str, ranks: Sequence[int]) -> None:
         """Leave word of whom this rank waits for, for ranks that wait for this one."""
@@ -239,8 +157,8 @@ class Rendezvous:
         )
 
     def _who(self, rank: int, deadline: Deadline) -> Holder | None:
-        if rank == _LEADER:
-            return self._lead_now(deadline)[1]
+        if rank == LEADER:
+            return self._generations.now(deadline)[1]
         text = self._keys.get(self._key(f"join/{rank}"), deadline)
         return Holder.from_json(text) if text else None
 
