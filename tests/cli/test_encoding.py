@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from stagelink.bench.records import KINDS, Record, Subject
 from stagelink.cli import bench, main
-from stagelink.cli.encoding import printable
+from stagelink.cli.output import printable
 
 if TYPE_CHECKING:
     from pathlib import Path

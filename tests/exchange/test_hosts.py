@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import stagelink
 import stagelink.interop.c10d
-from stagelink.interop.pipedream.replicas import backend_for
+from stagelink.interop.pipedream.meeting import backend_for
 from stagelink.transport.gloo_groups import VARIABLE
 from stagelink.transport.host import server_id
 from tests.runner.models import (

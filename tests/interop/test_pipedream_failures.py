@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import stagelink
 from stagelink.interop.pipedream import CommunicationHandler
-from stagelink.interop.pipedream.replicas import BACKEND
+from stagelink.interop.pipedream.meeting import BACKEND
 from stagelink.testing import report, run_fresh
 from tests.interop.pipedream_driver import (
     TABLES,

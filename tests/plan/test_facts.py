@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagelink.plan import Plan, differences
-from stagelink.plan.facts import digest_of
+from stagelink.plan.plan import digest_of
 
 Table = dict[str, Any]
 Chain = Callable[..., Table]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stagelink import MessageError, PipelineRunner, StagelinkError
-from stagelink.runner.gradients import GradientBuffer
+from stagelink.runner.sync import GradientBuffer
 from stagelink.transport.payload import bytes_of
 from tests.runner.models import CLASSES, WIDTH, fill, make_batches, quick_sgd
 from tests.support import tensors

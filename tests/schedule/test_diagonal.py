@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stagelink.errors import PlanError
 from stagelink.plan import Plan
-from stagelink.plan.diagonal import diagonal
+from stagelink.plan.build import diagonal
 from stagelink.schedule import (
     UNTIL_END,
     Action,

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from stagelink.plan import Plan
 from stagelink.schedule import Action, verify, walk
-from stagelink.schedule.graph import distances
-from stagelink.schedule.windows import forward_windows, training_windows
+from stagelink.schedule.windows import distances, forward_windows, training_windows
 
 MakePlan = Callable[..., Plan]
 Programs = Callable[..., list[Sequence[Action]]]

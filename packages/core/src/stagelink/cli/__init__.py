@@ -16,7 +16,7 @@ import click
 
 from stagelink.cli.bench import bench_command
 from stagelink.cli.doctor import doctor_command
-from stagelink.cli.encoding import make_printable
+from stagelink.cli.output import make_printable
 from stagelink.cli.plan import plan_command
 from stagelink.cli.run import run_command
 from stagelink.errors import StagelinkError

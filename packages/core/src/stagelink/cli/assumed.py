@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.filesize import decimal
 
 from stagelink.errors import StagelinkError, UnknownTransportError
-from stagelink.plugins.choice import asked_for, asker, choose, device_of
+from stagelink.plugins.choice import Choice, asked_for, asker, choose, device_of
 from stagelink.plugins.offers import End, survey
 from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import message_bytes, pairs
@@ -26,32 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from stagelink.plan import Edge, Plan
-    from stagelink.plugins.choice import Asker, Choice, Refusal
+    from stagelink.plugins.choice import Asker
     from stagelink.plugins.offers import Survey
     from stagelink.schedule import Verification
     from stagelink.transport.contract import Footprint
 
-__all__ = ["Assumed", "AssumedLink", "Outcome", "assume", "check_here"]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result of the choice of a link's transport.
-
-    Attributes:
-        transport: the one taken; None where none can be.
-        decided_by: the rule, and ``auto`` where that left it to the transports; ``""`` where no
-            transport was taken.
-        passed_over: the transports that were preferred and cannot carry the link.
-        outranked: those that ``auto`` could have taken as well.
-        reasons: all of it in words; where no transport was taken, the error's text.
-    """
-
-    transport: str | None
-    decided_by: str
-    passed_over: tuple[Refusal, ...]
-    outranked: tuple[str, ...]
-    reasons: tuple[str, ...]
+__all__ = ["Assumed", "AssumedLink", "assume", "check_here"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +42,25 @@ class AssumedLink:
         source: the sending rank.
         target: the receiving rank.
         window: messages of one tensor that may be in flight in training.
-        outcome: the transport, and why.
+        choice: the transport, and why; the error's text where none can be taken.
         tensors: names, in the plan's order.
     """
 
     source: int
     target: int
     window: int
-    outcome: Outcome
+    choice: Choice | str
     tensors: tuple[str, ...]
+
+    @property
+    def transport(self) -> str | None:
+        """The transport's name; None where none can be taken."""
+        return None if isinstance(self.choice, str) else self.choice.transport
+
+    @property
+    def reasons(self) -> list[str]:
+        """The choice in words, or the error's text."""
+        return [self.choice] if isinstance(self.choice, str) else self.choice.explain()
 
 
 class Assumed(NamedTuple):
@@ -124,13 +114,13 @@ def assume(plan: Plan, result: Verification) -> Assumed:
         PluginError: an observer that the plan lists cannot be used.
     """
     here = _look(plan)
-    tensors = defaultdict[tuple[int, int, int, Outcome], list[str]](list)
+    tensors = defaultdict[tuple[int, int, int, Choice | str], list[str]](list)
     loads = defaultdict[Link, _Load](_Load)
     for edge, source, target in here.routes:
-        outcome = _outcome(plan, edge, (here.ends[source], here.ends[target]), here.ask)
-        tensors[source, target, result.windows[edge.index], outcome].append(edge.tensor.name)
+        choice = _choice(plan, edge, (here.ends[source], here.ends[target]), here.ask)
+        tensors[source, target, result.windows[edge.index], choice].append(edge.tensor.name)
         most = max(result.windows[edge.index], result.forward_windows[edge.index])
-        for link in _both_ways(plan, edge, source, target, outcome):
+        for link in _both_ways(plan, edge, source, target, choice):
             loads[link] = loads[link].plus(most, message_bytes(edge.tensor))
     links = [AssumedLink(*key, tuple(names)) for key, names in tensors.items()]
     links.sort(key=lambda link: (link.source, link.target, link.tensors))
@@ -181,13 +171,13 @@ def _look(plan: Plan) -> _Here:
 
 
 def _both_ways(
-    plan: Plan, edge: Edge, source: int, target: int, outcome: Outcome
+    plan: Plan, edge: Edge, source: int, target: int, choice: Choice | str
 ) -> Iterator[Link]:
-    if outcome.transport is not None:
+    if not isinstance(choice, str):
         device = device_of(plan, edge)
-        yield Link(source, target, outcome.transport, device)
+        yield Link(source, target, choice.transport, device)
         if edge.tensor.grad:
-            yield Link(target, source, outcome.transport, device)
+            yield Link(target, source, choice.transport, device)
 
 
 def _end(plan: Plan, rank: int, found: Survey) -> End:
@@ -196,23 +186,11 @@ def _end(plan: Plan, rank: int, found: Survey) -> End:
     return End(rank, server, f"the process of rank {rank}", found.offers)
 
 
-def _outcome(plan: Plan, edge: Edge, ends: tuple[End, End], ask: Asker) -> Outcome:
+def _choice(plan: Plan, edge: Edge, ends: tuple[End, End], ask: Asker) -> Choice | str:
     try:
-        choice = choose(plan, edge, *ends, ask)
+        return choose(plan, edge, *ends, ask)
     except StagelinkError as error:
-        return Outcome(None, "", (), (), (str(error),))
-    return Outcome(
-        choice.transport,
-        _decided_by(choice),
-        choice.passed_over,
-        choice.outranked,
-        tuple(choice.explain()),
-    )
-
-
-def _decided_by(choice: Choice) -> str:
-    rule = [] if choice.rule is None else [f"links[{choice.rule}]"]
-    return ", ".join([*rule, *(["auto"] if choice.auto else [])])
+        return str(error)
 
 
 def _idle_options(plan: Plan, plugins: Plugins) -> Iterator[str]:

@@ -15,8 +15,14 @@ from rich.filesize import decimal
 from stagelink.bench import SIZES_BYTES, Job, measure, pair_plan
 from stagelink.cli.assumed import assume
 from stagelink.cli.failures import launching
-from stagelink.cli.output import new_table, plugins_print_to_stderr, print_note, print_parts
-from stagelink.cli.results import ResultFile, write_results
+from stagelink.cli.output import (
+    ResultFile,
+    new_table,
+    plugins_print_to_stderr,
+    print_note,
+    print_parts,
+    write_results,
+)
 from stagelink.errors import PluginError
 from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import verify
@@ -149,8 +155,8 @@ def _problem(plugins: Plugins, name: str) -> str | None:
     except PluginError as error:
         return str(error)
     plan = pair_plan(name)
-    outcome = assume(plan, verify(plan)).links[0].outcome
-    return None if outcome.transport is not None else _reason(outcome.reasons[0])
+    link = assume(plan, verify(plan)).links[0]
+    return None if link.transport is not None else _reason(link.reasons[0])
 
 
 def _reason(error: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
+import io
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +18,95 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stagelink.cli.encoding import printable
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from typing import Any
 
 __all__ = [
+    "ResultFile",
+    "make_printable",
     "new_table",
     "plan_file",
     "plugins_print_to_stderr",
     "print_json",
     "print_note",
     "print_parts",
+    "printable",
+    "write_results",
 ]
+
+
+class ResultFile(click.Path):
+    """A file to write later; what can be wrong with it is looked for now.
+
+    Args:
+        endings: those that its name may have, with their dots; none given: any.
+    """
+
+    def __init__(self, *endings: str) -> None:
+        super().__init__(dir_okay=False, writable=True)
+        self._endings = endings
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The path as it was given."""
+        path = str(super().convert(value, param, ctx))
+        folder = os.path.dirname(path) or os.curdir
+        if not path:
+            self.fail("the name of a file is empty", param, ctx)
+        if self._endings and os.path.splitext(path)[1].lower() not in self._endings:
+            self.fail(f"{path!r} does not end in {' or '.join(self._endings)}", param, ctx)
+        if not os.path.isdir(folder):
+            self.fail(f"{path!r}: there is no directory {folder!r}", param, ctx)
+        if not os.path.exists(path) and not os.access(folder, os.W_OK | os.X_OK):
+            self.fail(f"{path!r}: directory {folder!r} is not writable", param, ctx)
+        return path
+
+
+def write_results(files: Iterable[tuple[str, Callable[[str], object]]]) -> None:
+    """Write every file that can be written.
+
+    Args:
+        files: paths, each with what writes it.
+
+    Raises:
+        ClickException: with a line for each that could not.
+    """
+    problems = []
+    for path, write in files:
+        try:
+            write(path)
+        except OSError as error:
+            problems.append(f"{path!r} could not be written: {error.strerror or error}")
+    if problems:
+        raise click.ClickException("\n".join(problems))
+
+
+_PLAIN = "stagelink.plain"
+_LOOKALIKES = str.maketrans({"→": "->", "…": "...", "·": "*", "µ": "u"})
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    """Error handler of encoders: a look-alike where there is one, else the character's number."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(_LOOKALIKES)
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+codecs.register_error(_PLAIN, _replace)
+
+
+def printable(text: str, encoding: str) -> str:
+    """The text in characters that an encoding has."""
+    return text.encode(encoding, _PLAIN).decode(encoding)
+
+
+def make_printable() -> None:
+    """Have stdout and stderr take every character, whatever their encoding."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_PLAIN)
+
 
 plan_file = click.Path(exists=True, dir_okay=False)
 """The type of an argument that names a plan: a file that exists."""

@@ -140,7 +140,7 @@ def _depth_map(plan: Plan) -> str:
 
 def _link_problem(links: Sequence[AssumedLink]) -> str | None:
     """The error of the first link without a transport, and how many links have none."""
-    errors = [link.outcome.reasons[0] for link in links if link.outcome.transport is None]
+    errors = [link.reasons[0] for link in links if link.transport is None]
     if not errors:
         return None
     return errors[0] if len(errors) == 1 else f"{errors[0]}\n({len(errors)} links have none)"
@@ -166,9 +166,9 @@ def _as_json(report: _Report) -> dict[str, Any]:
                 "src": link.source,
                 "dst": link.target,
                 "tensors": link.tensors,
-                "transport": link.outcome.transport,
+                "transport": link.transport,
                 "window": link.window,
-                "reasons": link.outcome.reasons,
+                "reasons": link.reasons,
             }
             for link in report.assumed.links
         ],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from stagelink.cli.assumed import Assumed, AssumedLink, Outcome
+    from stagelink.cli.assumed import Assumed, AssumedLink
     from stagelink.plan import Plan, Stage
     from stagelink.schedule import Action, Verification
     from stagelink.transport.contract import Footprint, Link
@@ -106,9 +106,9 @@ def _links(plan: Plan, links: Sequence[AssumedLink]) -> Table:
             f"{source.name} → {target.name}",
             _ranks(alike),
             ", ".join(first.tensors),
-            first.outcome.transport or Text("none", "bold red"),
+            first.transport or Text("none", "bold red"),
             str(first.window),
-            _why(first.outcome),
+            _why(first),
         )
     return table
 
@@ -136,14 +136,14 @@ def _alike(plan: Plan, links: Sequence[AssumedLink]) -> list[list[AssumedLink]]:
     rows: defaultdict[Hashable, list[AssumedLink]] = defaultdict(list)
     for link in links:
         stages = plan.stage_of(link.source).index, plan.stage_of(link.target).index
-        rows[stages, link.tensors, link.window, _without_ranks(link.outcome)].append(link)
+        rows[stages, link.tensors, link.window, _without_ranks(link)].append(link)
     return list(rows.values())
 
 
-def _without_ranks(outcome: Outcome) -> Hashable:
+def _without_ranks(link: AssumedLink) -> Hashable:
     # A reason names the rank that it was found on; reasons that differ in nothing else are one.
-    words = _why(outcome) if outcome.transport else outcome.reasons[0]
-    return outcome.transport, re.sub(r"\brank \d+", "rank", words)
+    words = _why(link) if link.transport else link.reasons[0]
+    return link.transport, re.sub(r"\brank \d+", "rank", words)
 
 
 def _ranks(links: Sequence[AssumedLink]) -> str:
@@ -154,12 +154,15 @@ def _ranks(links: Sequence[AssumedLink]) -> str:
     return f"{sources} → {targets} ({len(links)} links)"
 
 
-def _why(outcome: Outcome) -> str:
-    if outcome.transport is None:
+def _why(link: AssumedLink) -> str:
+    choice = link.choice
+    if isinstance(choice, str):
         return "see below"
-    refusals = [f"not {name}: {_short(reason)}" for name, reason in outcome.passed_over]
-    lower = [f"ranked lower: {', '.join(outcome.outranked)}"] if outcome.outranked else []
-    return "\n".join([outcome.decided_by, *lower, *refusals])
+    rule = [] if choice.rule is None else [f"links[{choice.rule}]"]
+    decided_by = ", ".join([*rule, *(["auto"] if choice.auto else [])])
+    refusals = [f"not {name}: {_short(reason)}" for name, reason in choice.passed_over]
+    lower = [f"ranked lower: {', '.join(choice.outranked)}"] if choice.outranked else []
+    return "\n".join([decided_by, *lower, *refusals])
 
 
 def _short(reason: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from stagelink.arguments import NAME, PATH, checked, is_a
 from stagelink.errors import PlanError
 from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
-from stagelink.plan.facts import digest_of, fact
 from stagelink.plan.files import parse_toml, read_mapping
 from stagelink.plan.launch import launch_problems
 from stagelink.plan.model import (
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from stagelink.plan.document import Control, Limits
     from stagelink.plan.rules import LinkRule
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "differences", "digest_of"]
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Plan:
         and the number of microbatches, which a session agrees on. `differences` compares two of
         these.
         """
-        return {f"{owner} {word}": fact(value) for owner, word, value in _facts(self)}
+        return {f"{owner} {word}": _fact(value) for owner, word, value in _facts(self)}
 
     @property
     def has_warm_up(self) -> bool:
@@ -324,3 +325,46 @@ def _tensor_facts(tensor: Tensor, names: list[str]) -> Iterator[tuple[str, objec
     yield "dtype", tensor.dtype
     yield "shape", tensor.shape
     yield "grad", tensor.grad
+
+
+_NOT_GIVEN = "not given"
+
+
+def _fact(value: object) -> str:
+    """A value's text, equal on ranks that agree."""
+    return _NOT_GIVEN if value is None else json.dumps(value, sort_keys=True)
+
+
+def digest_of(facts: Mapping[str, str]) -> str:
+    """Hex SHA-256 of facts, in any order."""
+    return hashlib.sha256(json.dumps(sorted(facts.items())).encode()).hexdigest()
+
+
+def differences(mine: Mapping[str, str], theirs: Mapping[str, str], peer: str) -> list[str]:
+    """Differences of two ranks' facts, one line each, sorted.
+
+    Args:
+        mine: this rank's facts.
+        theirs: the peer's.
+        peer: a word for the peer, as in ``"rank 1"``.
+    """
+    differing = (key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+    absent = {owner: f"on {peer}" for owner in _owners(mine) - _owners(theirs)}
+    absent |= dict.fromkeys(_owners(theirs) - _owners(mine), "here")
+    lines = set()
+    for key in differing:
+        owner = _owner(key)
+        if owner in absent:
+            lines.add(f"{owner}: absent {absent[owner]}")
+        else:
+            here, there = mine.get(key, _NOT_GIVEN), theirs.get(key, _NOT_GIVEN)
+            lines.add(f"{key}: {here} here, {there} on {peer}")
+    return sorted(lines)
+
+
+def _owners(facts: Mapping[str, str]) -> set[str]:
+    return {_owner(key) for key in facts}
+
+
+def _owner(key: str) -> str:
+    return key.rpartition(" ")[0]

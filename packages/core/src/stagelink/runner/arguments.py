@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from stagelink.errors import DisagreementError, UsageError
 from stagelink.exchange.handler import Handler
 from stagelink.runner.losses import Reduction, module_of, reduction_of
-from stagelink.runner.step import Steppers
-from stagelink.runner.trained import Trained, held_by
+from stagelink.runner.step import Steppers, Trained, held_by
 from stagelink.text import kind, shown
 
 __all__ = [

@@ -187,18 +187,8 @@ _MODULES: tuple[type[torch.nn.Module], ...] = tuple(
     if hasattr(torch.nn, name)  # the last one is there from torch 2.13 on
 )
 _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_ELEMENTWISE = (
-    torch.nn.BCELoss,
-    torch.nn.BCEWithLogitsLoss,
-    torch.nn.HingeEmbeddingLoss,
-    torch.nn.HuberLoss,
-    torch.nn.KLDivLoss,
-    torch.nn.L1Loss,
-    torch.nn.MSELoss,
-    torch.nn.PoissonNLLLoss,
-    torch.nn.SmoothL1Loss,
-    torch.nn.SoftMarginLoss,
-)
+_NAMES = "BCE BCEWithLogits HingeEmbedding Huber KLDiv L1 MSE PoissonNLL SmoothL1 SoftMargin"
+_ELEMENTWISE = tuple(getattr(torch.nn, f"{name}Loss") for name in _NAMES.split())
 _ELEMENTWISE_FUNCTIONS = (
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,

@@ -26,11 +26,10 @@ from stagelink.runner.losses import Loss, Metric, Reduction, module_of
 from stagelink.runner.names import Names
 from stagelink.runner.scores import Counted, Scores, means
 from stagelink.runner.state import State
-from stagelink.runner.step import OptimizerStep
+from stagelink.runner.step import OptimizerStep, Trained
 from stagelink.runner.stream import Output, Stream, passing
 from stagelink.runner.summary import Clock, Summary, shares_of_all
 from stagelink.runner.sync import ReplicaSync
-from stagelink.runner.trained import Trained
 from stagelink.schedule import replica_for
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from stagelink.text import shown
 
 if TYPE_CHECKING:
     from stagelink.exchange.handler import Handler
-    from stagelink.runner.step import Steppers
-    from stagelink.runner.trained import Trained
+    from stagelink.runner.step import Steppers, Trained
 
 __all__ = ["State"]
 

@@ -17,8 +17,6 @@ from stagelink.runner.names import TARGET
 from stagelink.schedule import UNTIL_END
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from stagelink.exchange.handler import Handler
     from stagelink.exchange.session import Session
     from stagelink.runner.names import Names, Tensors
@@ -78,12 +76,7 @@ class Stream(Iterator[Output]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from stagelink.exchange.handler import Handler
 
 __all__ = ["Clock", "Shares", "Summary", "shares_of_all"]
@@ -78,12 +76,7 @@ class _Stopwatch:
     def __enter__(self) -> None:
         self._since = time.perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.seconds += time.perf_counter() - self._since
 
 

@@ -21,13 +21,13 @@ from stagelink.schedule.routing import (
     rank_for,
     replica_for,
 )
-from stagelink.schedule.search import free_warm_up
 from stagelink.schedule.verify import Grid, Verification, check_microbatches, grid, require, verify
 from stagelink.schedule.versions import rounds_per_update, version_for
 from stagelink.schedule.walk import Walked, walk
 from stagelink.schedule.warmup import (
     choose_warm_up,
     default_warm_up,
+    free_warm_up,
     least_warm_up,
     safe_warm_up,
 )

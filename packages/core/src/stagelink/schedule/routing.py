@@ -2,7 +2,7 @@
 
 Round robin: microbatch ``g`` runs on replica ``g mod R`` of a stage of ``R`` replicas. So any
 counts of replicas and of microbatches fit, and nothing has to be remembered between messages.
-PipeDream's diagonal is a table per stage, see `stagelink.plan.diagonal`.
+PipeDream's diagonal is a table per stage, see `stagelink.plan.build`.
 """
 
 from __future__ import annotations

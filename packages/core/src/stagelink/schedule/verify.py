@@ -12,10 +12,10 @@ from stagelink.plan.model import too_many_microbatches
 from stagelink.schedule.actions import UNTIL_END, actions_for
 from stagelink.schedule.checks import action_problems
 from stagelink.schedule.memory import receive_bytes
-from stagelink.schedule.search import find_warm_up, free_warm_up, until_it_repeats
 from stagelink.schedule.versions import version_problems
 from stagelink.schedule.waits import cycle, describe
 from stagelink.schedule.walk import walk
+from stagelink.schedule.warmup import find_warm_up, free_warm_up, until_it_repeats
 from stagelink.schedule.windows import at_least_two, forward_windows, training_windows
 from stagelink.text import quoted, shown
 

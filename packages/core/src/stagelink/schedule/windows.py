@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagelink.schedule.graph import distances
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from stagelink.plan import Plan
 
-__all__ = ["at_least_two", "forward_windows", "training_windows"]
+__all__ = ["at_least_two", "consumers", "distances", "forward_windows", "training_windows"]
 
 
 def forward_windows(plan: Plan) -> tuple[int, ...]:
@@ -49,3 +47,25 @@ def training_windows(plan: Plan, microbatches: int, warm_up: Sequence[int]) -> t
 def at_least_two(needed: Iterable[int]) -> tuple[int, ...]:
     """The windows needed, but two at least: one message is taken while the next one is made."""
     return tuple(max(2, window) for window in needed)
+
+
+def consumers(plan: Plan) -> list[list[int]]:
+    """Per stage, the stages that take something from it, ascending; all come after it."""
+    return [sorted({edge.target for edge in plan.outputs(stage.index)}) for stage in plan.stages]
+
+
+def distances(plan: Plan) -> list[int]:
+    """Per edge, how many edges the longest way from its source to its target has, at least 1."""
+    following = consumers(plan)
+    longest = [_longest_ways(stage.index, following) for stage in plan.stages]
+    return [longest[edge.source][edge.target] for edge in plan.edges]
+
+
+def _longest_ways(start: int, following: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The longest way from a stage to each that can be reached, up to its furthest consumer."""
+    longest = {start: 0}
+    for stage in range(start, max(following[start], default=start)):
+        if stage in longest:
+            for consumer in following[stage]:
+                longest[consumer] = max(longest.get(consumer, 0), longest[stage] + 1)
+    return longest

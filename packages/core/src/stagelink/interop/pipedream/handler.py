@@ -16,9 +16,8 @@ from stagelink.errors import PlanError, StagelinkError, UsageError
 from stagelink.exchange.connect import connect
 from stagelink.interop.pipedream.channels import Servers, limits_of, plan_of
 from stagelink.interop.pipedream.loop import Loop
-from stagelink.interop.pipedream.meeting import Meeting
+from stagelink.interop.pipedream.meeting import Meeting, explain_by
 from stagelink.interop.pipedream.phase import Place
-from stagelink.interop.pipedream.replicas import explain_by
 from stagelink.interop.pipedream.topology import (
     ACK,
     NAMES,

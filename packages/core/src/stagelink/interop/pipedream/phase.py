@@ -3,6 +3,10 @@
 A minibatch is asked for by its number among the rank's own in the phase, from 0. What comes from
 the stage before, and goes back there, has no number in PipeDream but a cursor that says which peer
 is next: each tensor and peer has a FIFO queue, which `Phase.due` follows.
+
+PipeDream's callers answer every tensor in training, also one that needs no gradient: with the
+tensor itself. Our messages are answered where they require a gradient, which only floating dtypes
+do. So others travel under a floating dtype of the same size, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,19 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stagelink.arguments import is_a
-from stagelink.errors import UsageError
+from stagelink.errors import MessageError, UsageError
 from stagelink.interop.pipedream.channels import channel
-from stagelink.interop.pipedream.dtypes import (
-    check_dtype,
-    check_target,
-    detached,
-    packed,
-    plain_of,
-    unpacked,
-)
 from stagelink.interop.pipedream.topology import ACK
 from stagelink.transport.lanes import device_here
 from stagelink.transport.modes import outside_modes
+from stagelink.transport.payload import content_of
 
 if TYPE_CHECKING:
     from stagelink.exchange.session import Session
@@ -130,7 +127,7 @@ class Phase:
             with outside_modes():
                 ask = torch.zeros(self._ack_shape, dtype=torch.int64, device=device)
             way = self._way(self._outgoing[ACK], minibatch)
-            self._session.send(way, packed(ask), minibatch)
+            self._session.send(way, _packed(ask), minibatch)
             self._asked_for_ack.add(minibatch)
         self._session.send(self._way(edge, minibatch), message, minibatch)
 
@@ -165,9 +162,9 @@ class Phase:
                 return tensor.to(torch.int64)
         declared, what = self._place.dtypes[name], self._what(name)
         if self.forward_only:
-            check_dtype(tensor, declared, what)
+            _check_dtype(tensor, declared, what)
         else:
-            tensor = unpacked(tensor, declared, what)
+            tensor = _unpacked(tensor, declared, what)
         with outside_modes():
             return tensor.requires_grad_() if tensor.dtype == torch.float32 else tensor
 
@@ -176,10 +173,10 @@ class Phase:
         edge = self._answerable(self._incoming, name, "receives")
         minibatch = self.minibatch(number)
         way = self._way(edge, minibatch)
-        plain = plain_of(tensor)
+        plain = _plain_of(tensor)
         if plain is not None:
-            check_dtype(plain, self._place.dtypes[name], self._what(name))
-            tensor = detached(packed(plain))
+            _check_dtype(plain, self._place.dtypes[name], self._what(name))
+            tensor = _detached(_packed(plain))
         if name == ACK:
             self._session.recv(way, minibatch)
         self._session.send_grad(way, tensor, minibatch)
@@ -193,18 +190,18 @@ class Phase:
         if tensor is None:
             return None
         self._asked_for_ack.discard(minibatch)
-        return unpacked(tensor, self._place.dtypes[name], self._what(name))
+        return _unpacked(tensor, self._place.dtypes[name], self._what(name))
 
     def _message(self, edge: Edge, tensor: Any) -> Any:
-        name, plain = edge.name, plain_of(tensor)
+        name, plain = edge.name, _plain_of(tensor)
         if plain is None:
             return tensor
         if not edge.answered:
-            check_target(plain, self._what(name))
-            return detached(plain)
-        check_dtype(plain, self._place.dtypes[name], self._what(name))
+            _check_target(plain, self._what(name))
+            return _detached(plain)
+        _check_dtype(plain, self._place.dtypes[name], self._what(name))
         if self.forward_only:
-            return detached(plain)
+            return _detached(plain)
         if plain.requires_grad and plain.dtype != torch.float32 and name not in self._warned:
             self._warned.add(name)
             logger.warning(
@@ -213,7 +210,7 @@ class Phase:
                 self._what(name),
                 plain.dtype,
             )
-        return packed(plain)
+        return _packed(plain)
 
     def _peer(self, edge: Edge, minibatch: int) -> int:
         """Replica of the sending stage that has a minibatch."""
@@ -244,3 +241,74 @@ class Phase:
 
     def _what(self, name: str) -> str:
         return f"{self._rank}: {name!r}"
+
+
+_BY_SIZE = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+
+
+def _plain_of(given: object) -> torch.Tensor | None:
+    """The tensor that travels for what a caller gave; see `content_of`.
+
+    None where there is none: that is refused, with the reason and at both ends, where it is sent.
+    """
+    try:
+        return content_of(given)[0]
+    except MessageError:
+        return None
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor outside its graph; shares its memory."""
+    with outside_modes():
+        return tensor.detach()
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it travels where it is answered, and as its answer travels.
+
+    Shares its memory where that holds its values, requires a gradient, and is no part of its
+    graph.
+    """
+    with outside_modes():
+        resolved = tensor.detach().resolve_conj().resolve_neg()
+        return resolved.view(_carrier(tensor.dtype)).requires_grad_()
+
+
+def _unpacked(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """Undo `_packed`, without a gradient; shares its memory.
+
+    Raises:
+        MessageError: it was of another dtype.
+    """
+    if tensor.dtype != _carrier(dtype):
+        raise MessageError(f"{what}: the receiver's training_tensor_dtypes says {dtype}")
+    with outside_modes():
+        return tensor.detach().view(dtype)
+
+
+def _check_dtype(tensor: torch.Tensor, declared: torch.dtype, what: str) -> None:
+    """Refuse a tensor of another dtype than the one that its receiver takes it for.
+
+    Raises:
+        MessageError: it has another one.
+    """
+    if tensor.dtype != declared:
+        raise MessageError(
+            f"{what}: the tensor is {tensor.dtype}, training_tensor_dtypes says {declared}"
+        )
+
+
+def _check_target(tensor: torch.Tensor, what: str) -> None:
+    """Refuse a target that int64 cannot hold: targets are received as that.
+
+    Raises:
+        MessageError: it is no tensor of whole numbers.
+    """
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise MessageError(f"{what}: a target is received as torch.int64; this is {tensor.dtype}")
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_floating_point or dtype.is_complex:
+        return dtype
+    return _BY_SIZE[dtype.itemsize]
