@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import median, record
 from torch.distributed import HashStore
+
+import stagelink
 
 HERE = Path(__file__).resolve().parent
 MESSAGES = 100
@@ -34,8 +37,6 @@ STEPS = ("send 64 B", "recv 64 B", "both", "session of 8")
 
 def plan() -> Any:
     """Two stages, one tensor."""
-    import stagelink  # the checkout's that the child was started for
-
     return stagelink.Plan.from_dict(
         {
             "pipeline": {"name": "message", "microbatches": 8, "window": MESSAGES},
@@ -49,9 +50,8 @@ def plan() -> Any:
 @contextmanager
 def two_ranks() -> Iterator[tuple[Any, Any]]:
     """Both handlers; they join and close on two threads."""
-    import stagelink
-
-    store, comms = HashStore(), [None, None]
+    store = HashStore()
+    comms: dict[int, Any] = {}
 
     def join(rank: int) -> None:
         comms[rank] = stagelink.connect(
@@ -59,7 +59,7 @@ def two_ranks() -> Iterator[tuple[Any, Any]]:
         )
 
     def close(rank: int) -> None:
-        comms[rank].close()  # type: ignore[attr-defined]
+        comms[rank].close()
 
     _on_two_threads(join)
     yield comms[0], comms[1]
@@ -178,12 +178,12 @@ class Child:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         )
 
+        self._lines = iter(self._process.stdout or ())
+
     def round(self) -> dict[str, dict[str, float]]:
         """Figures of one round, by clock and step."""
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        answer: dict[str, dict[str, float]] = json.loads(self._process.stdout.readline())
+        print(file=self._process.stdin, flush=True)
+        answer: dict[str, dict[str, float]] = json.loads(next(self._lines))
         return answer
 
     def close(self) -> None:
@@ -193,8 +193,6 @@ class Child:
 
 def rows(checkouts: dict[str, Path], *, counts: bool, rounds: int) -> list[dict[str, Any]]:
     """Medians of all rounds, a row for each clock and step, a column for each checkout."""
-    from measuring import median
-
     children = {name: Child(path, counts=counts) for name, path in checkouts.items()}
     for one in children.values():
         one.round()  # to warm up
@@ -215,7 +213,7 @@ def rows(checkouts: dict[str, Path], *, counts: bool, rounds: int) -> list[dict[
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure this checkout, and those that are named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--against", type=Path, action="append", default=[], metavar="CHECKOUT")
     parser.add_argument("--calls", action="store_true", help="count calls of Python functions")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -224,8 +222,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.child:
         child(counts=given.calls)
         return
-    from measuring import record
-
     checkouts = {path.resolve().name: path for path in given.against} | {"here": HERE.parent}
     rounds = 1 if given.calls else given.rounds
     name = "message_calls" if given.calls else "message"

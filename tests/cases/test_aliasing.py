@@ -273,7 +273,7 @@ def _released(comm: stagelink.Handler) -> None:
                 del got
                 assert alive() is None
                 session.send_grad("h", torch.ones(30_000), mb)
-        assert len(session._mail.into.inbox) == 0
+        assert len(session._engine.into.inbox) == 0
 
 
 def test_c089_delivered_tensors_are_not_kept(any_ranks: Ranks) -> None:

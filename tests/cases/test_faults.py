@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import stagelink
-from stagelink.exchange.incoming import Incoming
+from stagelink.exchange.incoming import Incoming, Received
 from stagelink.schedule import Kind
 from stagelink.testing import RankProcesses, report, run_fresh, run_threads
 from stagelink.testing.faults import Fail, Point, faulty
@@ -39,7 +39,6 @@ from tests.support.pipelines import (
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from stagelink.links.arrival import Arrival
     from stagelink.testing import RankPool
     from tests.support.pipelines import Document
 
@@ -286,8 +285,8 @@ def test_c038_the_peer_never_takes(any_ranks: Ranks) -> None:
     end, _ = any_ranks.run_to_ends(any_ranks.plan(limits=limits), _no_place)
     assert end.kind == "DeadlineError"
     assert end.text.startswith(
-        "rank 0: no place for microbatch 2 (forward, session 0) of edge 'h' to rank 1 within "
-        "0.5 s: the window of 2 is taken by microbatches [0, 1], which rank 1 has not answered"
+        "rank 0: no credit for microbatch 2 (forward, session 0) of edge 'h' to rank 1 within "
+        "0.5 s: the window of 2 is full of microbatches [0, 1], which rank 1 has not answered"
     )
 
 
@@ -413,8 +412,8 @@ def test_c082_a_receiver_that_is_slow_to_leave_takes_nothing_more(
     window_is_full, sender_is_through = threading.Event(), threading.Event()
     drop = Incoming.drop
 
-    def slow_drop(self: Incoming, arrivals: list[Arrival]) -> None:
-        drop(self, arrivals)
+    def slow_drop(self: Incoming, *arrivals: list[Received]) -> None:
+        drop(self, *arrivals)
         assert sender_is_through.wait(20)
 
     monkeypatch.setattr(Incoming, "drop", slow_drop)

@@ -144,7 +144,7 @@ def test_a_waiting_rank_finds_the_abort_key(monkeypatch: pytest.MonkeyPatch) -> 
         with joined(rank, world_size, store, document(LOOPBACK)) as comm:
             if rank == 0:
                 text = '{"rank":7,"text":"what no connection told"}'
-                comm._engine.rendezvous.tell_failure(text)
+                comm._engine.node.rendezvous.tell_failure(text)
             with pytest.raises(stagelink.AbortedError) as caught:
                 comm.wait(Future(), "what never happens")
             return str(caught.value)
@@ -187,7 +187,7 @@ def test_a_failure_is_left_in_the_store() -> None:
         keys = None
         try:
             with joined(rank, world_size, store, document(LOOPBACK)) as comm:
-                rendezvous = comm._engine.rendezvous
+                rendezvous = comm._engine.node.rendezvous
                 keys = PrefixStore(f"{rendezvous._keys.prefix}/{rendezvous.generation}", store)
                 comm.reduce([0.0])
                 if rank == 0:

@@ -10,7 +10,7 @@ import torch
 import stagelink
 from stagelink import UNTIL_END
 from stagelink.deadline import Deadline
-from stagelink.exchange.marks import Marks
+from stagelink.exchange.ledger import Marks
 from tests.support.pipelines import check_same, line
 
 if TYPE_CHECKING:
@@ -76,8 +76,10 @@ def _many(comm: stagelink.Handler) -> int:
         else:
             for action in session.actions:
                 session.recv("h", action.microbatch)
-        marks = [*session._sent.values(), *session._taken.values()]
-        return sum(len(mark._others) for mark in marks) + len(session._returning)
+        ledgers = session._traffic._ledgers.values()
+        marks = [mark for ledger in ledgers for mark in (ledger.sent, ledger.taken)]
+        due = sum(len(ledger.returning) + len(ledger.owed) for ledger in ledgers)
+        return sum(len(mark._others) for mark in marks) + due
 
 
 def test_a_long_session_keeps_nothing_of_what_is_done(ranks: Ranks) -> None:
@@ -186,8 +188,8 @@ def _late(comm: stagelink.Handler) -> None:
             for action in session.actions:
                 session.recv("h", action.microbatch)
         if comm.rank == 1:
-            endings = session._mail.endings
-            assert comm._plane.wait(lambda: 0 in endings._of_siblings, Deadline(20))
+            record = session._record
+            assert comm._plane.wait(lambda: record.siblings_count is not None, Deadline(20))
             text = "ends after 2 microbatches on one rank .* another has microbatch 3"
             with pytest.raises(stagelink.DisagreementError, match=text):
                 session.send("h", torch.ones(2), 3)

@@ -31,7 +31,7 @@ def _arrival(
 
 
 def test_each_field_of_a_key_tells_messages_apart() -> None:
-    inbox = Inbox()
+    inbox: Inbox[Arrival] = Inbox()
     arrivals = [
         _arrival(0),
         _arrival(1),
@@ -50,14 +50,14 @@ def test_each_field_of_a_key_tells_messages_apart() -> None:
 
 
 def test_the_same_message_twice_is_a_protocol_error() -> None:
-    inbox = Inbox()
+    inbox: Inbox[Arrival] = Inbox()
     inbox.put(_arrival(3, edge=2))
     with pytest.raises(ProtocolError, match=r"rank 1 sent microbatch 3 \(forward, session 0\) of"):
         inbox.put(_arrival(3, edge=2))
 
 
 def test_a_second_try_takes_the_place_of_what_was_refused() -> None:
-    inbox = Inbox()
+    inbox: Inbox[Arrival] = Inbox()
     refused, better = _arrival(0), _arrival(0)
     refused.refusal = "wrong shape"
     inbox.put(refused)
@@ -66,7 +66,7 @@ def test_a_second_try_takes_the_place_of_what_was_refused() -> None:
 
 
 def test_a_session_is_taken_as_a_whole() -> None:
-    inbox = Inbox()
+    inbox: Inbox[Arrival] = Inbox()
     mine = [_arrival(0), _arrival(1, edge=1)]
     other = _arrival(0, session=1)
     for arrival in (*mine, other):
@@ -76,7 +76,7 @@ def test_a_session_is_taken_as_a_whole() -> None:
 
 
 def test_all_is_taken_at_the_end() -> None:
-    inbox = Inbox()
+    inbox: Inbox[Arrival] = Inbox()
     arrivals = [_arrival(0), _arrival(0, session=1)]
     for arrival in arrivals:
         inbox.put(arrival)
@@ -85,7 +85,7 @@ def test_all_is_taken_at_the_end() -> None:
 
 
 def test_the_last_one_is_remembered_by_edge_direction_peer_and_session() -> None:
-    inbox = Inbox()
+    inbox: Inbox[Arrival] = Inbox()
     key = Key(0, 0, Direction.FORWARD, 9)
     assert inbox.last_microbatch(key, 1) is None
     for arrival in (_arrival(4), _arrival(2), _arrival(7, peer=2), _arrival(8, edge=1)):
@@ -102,7 +102,7 @@ def test_a_key_reads_well() -> None:
 
 
 def test_it_knows_how_much_it_holds() -> None:
-    inbox = Inbox()
+    inbox: Inbox[Arrival] = Inbox()
     for microbatch in range(4):
         inbox.put(_arrival(microbatch, session=microbatch // 2, payload_bytes=10**microbatch))
     refused = _arrival(4, session=1, payload_bytes=7)

@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 import stagelink
 from stagelink.control.meeting import Meeting
 from stagelink.interop.pipedream import CommunicationHandler
+from stagelink.links.agreement import Agreement
 from stagelink.links.wiring import Wiring
 from stagelink.testing import run_fresh, run_threads
 from tests.support.pipelines import LOOPBACK, SHM, Wire, document, tensor
@@ -78,7 +79,7 @@ def test_a_rank_that_comes_late_but_in_time() -> None:
     [
         ((Meeting, "meet"), r"no address \(unix\) from it"),
         ((Meeting, "_wait_greeted"), None),
-        ((Wiring, "agree"), "no choice of transports from it"),
+        ((Agreement, "reach"), "no choice of transports from it"),
         ((Wiring, "open"), None),
     ],
     ids=["addresses", "handshake", "choice", "opening"],

@@ -54,7 +54,7 @@ def _open_too_many(comm: stagelink.Handler) -> None:
             open_session(10**7)
     if comm.rank == 0:  # as a peer would that does not know of the bound
         comm.reduce([0.0])
-        comm._engine.openings.open(0, "evaluate", 10**12, None)
+        comm._engine.sessions.open(0, "evaluate", 10**12, None)
         with pytest.raises(stagelink.AbortedError, match="rank 1 reports"):
             comm.reduce([0.0])
     else:
@@ -236,7 +236,7 @@ def _waits_before_the_first(comm: stagelink.Handler) -> None:
 
 
 def _second_try_is_here(comm: stagelink.Handler) -> None:
-    plane, inbox = comm._plane, comm._engine.mail.into.inbox
+    plane, inbox = comm._plane, comm._engine.into.inbox
 
     def here() -> bool:
         return any(arrival.refusal is None for arrival in inbox._arrivals.values())
@@ -381,18 +381,16 @@ def _answered_in_between(comm: stagelink.Handler) -> None:
         if comm.rank == 0:
             for mb in range(2):
                 session.send("h", _ones(), mb)
-            out = comm._engine.mail.out
-            place_now = out._place_now
+            out = comm._engine.out
+            park = out.park
             refused: list[tuple[Any, ...]] = []
 
-            def place_then_answer(*args: Any) -> bool:
-                place = place_now(*args)
-                if not place and not refused:
-                    refused.append(args)
-                    comm.reduce([0.0])  # behind the other rank's answer
-                return place
+            def answer_then_park(*args: Any, copy: bool) -> None:
+                refused.append(args)
+                comm.reduce([0.0])  # behind the other rank's answer
+                park(*args, copy=copy)
 
-            out._place_now = place_then_answer  # type: ignore[method-assign,assignment]
+            out.park = answer_then_park  # type: ignore[method-assign,assignment]
             handle = session.isend("h", _ones(), 2)
             assert refused
             assert handle.done()
@@ -606,7 +604,7 @@ def _ahead(comm: stagelink.Handler) -> None:
 
 
 def _inbox(comm: stagelink.Handler) -> Any:
-    return comm._engine.mail.into.inbox
+    return comm._engine.into.inbox
 
 
 def _patience() -> Deadline:
@@ -713,13 +711,13 @@ def _forwards(comm: stagelink.Handler, session: Session) -> None:
 
 def _wait_until_sent(session: Session, mb: int) -> None:
     until = time.monotonic() + 20
-    while not any(sent == mb for _, sent in session._returning) and time.monotonic() < until:
+    while mb not in session._traffic._ledgers[0].returning and time.monotonic() < until:
         time.sleep(0.001)
 
 
 def _wait_until_taken(session: Session, mb: int) -> None:
     until = time.monotonic() + 20
-    while not any(owed == mb for _, owed in session._owed) and time.monotonic() < until:
+    while mb not in session._traffic._ledgers[0].owed and time.monotonic() < until:
         time.sleep(0.001)
 
 
@@ -774,7 +772,7 @@ def _windows_of_links(comm: stagelink.Handler) -> list[int]:
     found = []
     for count in (4, 16, 2):
         with comm.train(count) as session:
-            found += [max(map(comm._engine.wiring.window_of, comm._engine.wiring.links))]
+            found += [max(map(comm._engine.node.wiring.window_of, comm._engine.node.wiring.links))]
             session.leave()
     return found
 

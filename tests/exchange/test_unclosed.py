@@ -91,7 +91,7 @@ def test_a_process_ends_behind_a_handler_that_was_dropped() -> None:
     def send() -> None:
         comm = connect(0)
         engines.append(comm._engine)
-        comm._engine.on_close.append(begun.set)
+        comm._engine.node.on_close.append(begun.set)
         session = comm.evaluate(SENT)
         for microbatch in range(SENT):  # more than the window: it waits for the receiver
             session.isend("h", torch.full((3000,), float(microbatch)), microbatch)

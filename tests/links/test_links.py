@@ -436,7 +436,6 @@ class In:
 
     def announce(self, number: int) -> Arrival:
         arrival = Arrival(_header(number), 0, self._settled)
-        arrival.link = self.link
         self.link.announced(arrival, b"note", ())
         return arrival
 

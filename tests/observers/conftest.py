@@ -14,11 +14,11 @@ from stagelink.exchange.outgoing import Outgoing
 def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set as soon as a send has found its window full."""
     found = threading.Event()
-    wait_place = Outgoing._wait_place
+    wait_credit = Outgoing._wait_credit
 
     def waits(outgoing: Outgoing, *args: Any) -> float:
         found.set()
-        return wait_place(outgoing, *args)
+        return wait_credit(outgoing, *args)
 
-    monkeypatch.setattr(Outgoing, "_wait_place", waits)
+    monkeypatch.setattr(Outgoing, "_wait_credit", waits)
     return found

@@ -106,8 +106,8 @@ class LinkPipe(Pipe):
         self._plane = engine.plane
         self._kind = MessageKind.DATA if self.rank == 0 else MessageKind.GRAD
         self._direction = here
-        self._out = engine.mail.out.ways[0, here, peer].link
-        self._in = engine.mail.into.ways[0, back, peer].link
+        self._out = engine.node.wiring.out[0, here, peer].link
+        self._in = engine.node.wiring.into[0, back, peer].link
         for kind in (MessageKind.DATA, MessageKind.GRAD):
             self._plane.handle(kind, self._on_message, replace=True)
 

@@ -216,7 +216,7 @@ def pipes_of(
     with comm:
         yield [LinkPipe(engine, transport), *handled]
         wait_for_other()
-        engine.close(Deadline(plan.limits.close_deadline_s))
+        engine.node.close(Deadline(plan.limits.close_deadline_s))
 
 
 def rounds(

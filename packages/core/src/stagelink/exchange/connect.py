@@ -100,7 +100,7 @@ def join(plan: Plan, launch: Launch, plugins: Plugins) -> tuple[Engine, Verifica
     try:
         engine.join(found, verification, deadline)
     except BaseException as error:
-        engine.abandon(error)
+        engine.node.abandon(error)
         raise
     return engine, verification
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagelink.control.reduce import Reducer, spanning_tree
 from stagelink.deadline import Deadline
-from stagelink.errors import StagelinkError
-from stagelink.exchange.endings import Endings
-from stagelink.exchange.mail import Mail
-from stagelink.exchange.opening import Openings
-from stagelink.links.joint import Joint
-from stagelink.links.topology import followers_of, siblings_of
-from stagelink.links.ways import Ways
+from stagelink.errors import ProtocolError, StagelinkError
+from stagelink.exchange.envelope import Terms
+from stagelink.exchange.incoming import Incoming
+from stagelink.exchange.outgoing import Outgoing
+from stagelink.exchange.routing import RoutingTable
+from stagelink.exchange.sessions import Sessions
+from stagelink.links.node import Node
+from stagelink.links.topology import neighbours
 from stagelink.transport.events import Event
+from stagelink.transport.lanes import device_here
 
 if TYPE_CHECKING:
     from stagelink.control.rendezvous import Rendezvous
+    from stagelink.exchange.incoming import Received
     from stagelink.plan import Plan
     from stagelink.plugins.offers import Survey
     from stagelink.plugins.plugins import Plugins
-    from stagelink.schedule import Verification
+    from stagelink.schedule import Mode, Verification
     from stagelink.transport.contract import Link
     from stagelink.transport.events import EventName
     from stagelink.transport.header import Header
@@ -32,8 +35,10 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("stagelink")
 
+_LAST_SESSION = 2**32
 
-class Engine(Joint):
+
+class Engine:
     """Everything that `Handler` drives.
 
     Args:
@@ -44,10 +49,15 @@ class Engine(Joint):
         hosts_store: whether this process must outlast the others for it.
 
     Attributes:
-        mail: the messages.
-        openings: how sessions are agreed on.
+        plan, rank: as given.
+        node: this rank among the others.
+        plane: its control plane.
+        sessions: what the ranks say of each session.
+        out: what it sends.
+        into: what it receives.
+        table: the routes of each tensor and microbatch.
+        terms: what messages have in common, by the session's mode.
         reducer: small values over all ranks.
-        on_close: called, in order, when this rank is closed; each must return at once.
     """
 
     def __init__(
@@ -59,25 +69,31 @@ class Engine(Joint):
         *,
         hosts_store: bool,
     ) -> None:
-        super().__init__(plan, rank, plugins, rendezvous, hosts_store=hosts_store)
-        self.on_close: list[Callable[[], None]] = []
+        self.plan, self.rank = plan, rank
+        self.node = Node(plan, rank, plugins, rendezvous, hosts_store=hosts_store)
+        self.plane = plane = self.node.plane
         self._leaving = threading.Lock()
         observe = self._observe if plugins.hooks.wants_events else None
         trace = self._trace if plugins.hooks.gives_traces else None
-        endings = Endings(self.plane, followers_of(plan, rank), siblings_of(plan, rank))
-        self.mail = Mail(self.plane, plan.control.inline_bytes, observe, trace, endings)
-        self.mail.into.most_bytes = plan.limits.receive_bytes
-        self.openings = Openings(self.plane, plan)
-        self.reducer = Reducer(self.plane, spanning_tree(self._neighbours, rank))
-        self.wire(Ways(self.mail.out.ways, self.mail.into.ways))
+        self.sessions = Sessions(plane, plan)
+        self.out = Outgoing(self.node, self.sessions, observe, trace)
+        self.into = Incoming(self.node, self.sessions, self.out, observe)
+        self.table = RoutingTable(plan, rank, self.node.wiring)
+        inline_bytes, device = plan.control.inline_bytes, device_here(plan.stage_of(rank).device)
+        self.terms: dict[Mode, Terms] = {
+            "train": Terms(True, inline_bytes, device),
+            "evaluate": Terms(False, inline_bytes, device),
+        }
+        self.reducer = Reducer(plane, spanning_tree(neighbours(plan), rank))
+        self.node.on_close.append(self._abandon_messages)
 
     def join(self, found: Survey, verification: Verification, deadline: Deadline) -> None:
         """Meet every peer, agree on transports, open the links; see `stagelink.connect`."""
-        self.meet(found, deadline)
+        self.node.meet(found, deadline)
         windows = [*map(max, verification.windows, verification.forward_windows)]
-        self.wiring.enter(windows)
-        self.wiring.open(found.transports, deadline)
-        self.tell_opened()
+        self.node.wiring.enter(windows)
+        self.node.wiring.open(found.transports, deadline)
+        self.node.tell_opened()
 
     def leave(self, error: BaseException | None, why: str = "its process ended") -> None:
         """Close what nobody has closed; its peers hear so, and with what error where one ended it.
@@ -98,22 +114,59 @@ class Engine(Joint):
             "rank %d: %s; open it in a `with` block, or call its close()", self.rank, left
         )
         if error is not None:
-            self.abandon(error)
+            self.node.abandon(error)
             return
         self.plane.farewell = left
         try:
-            lost = self.close(Deadline(self.plan.limits.close_deadline_s))
+            lost = self.node.close(Deadline(self.plan.limits.close_deadline_s))
         except StagelinkError as another:
             logger.warning("rank %d: while it was left: %s", self.rank, another)
         else:
             for link, count in lost.items():
                 logger.warning("rank %d: left with %d not delivered on %s", self.rank, count, link)
 
-    def let_go(self) -> None:
-        """See `Joint.let_go`."""
-        for action in self.on_close:
-            action()
-        self.mail.abandon()
+    # -- sessions
+
+    def enter_session(self, number: int, windows: Sequence[int]) -> None:
+        """A session begins, with windows of these sizes by edge.
+
+        Raises:
+            ProtocolError: a peer has sent more than its window allows.
+        """
+        try:
+            with self.plane.lock:
+                self.node.wiring.begin(number, windows)
+        except ProtocolError as error:
+            # Without the lock: a failure aborts transports, and their threads may wait for it.
+            self.plane.failure.fail(error)
+            self.plane.check()
+
+    def leave_session(self, number: int, owed: Sequence[Received], why: str) -> None:
+        """A session ends: tell the peers, answer what nobody will ask for, wait for nobody.
+
+        Args:
+            number: the session's.
+            owed: what was received and not answered.
+            why: the error that ended it, for the peers; empty where none did.
+        """
+        if self.plane.failure.forked:
+            return
+        # Before any answer: with credit a sender goes on, and loses what it sends.
+        self.out.tell_end(number, why)
+        with self.plane.lock:
+            self.sessions.leave(number)
+            unread = self.into.inbox.take_session(number)
+        self.into.drop(unread, owed)
+
+    def _abandon_messages(self) -> None:
+        """The handler is being closed: nobody will ask for what is here, nor for what comes."""
+        with self.plane.lock:
+            self.sessions.leave(_LAST_SESSION)
+            self.node.wiring.lift()
+            unread = self.into.inbox.clear()
+        self.into.drop(unread)
+
+    # -- observers
 
     def _observe(
         self, name: EventName, link: Link, header: Header, seconds: float, ended_s: float
@@ -130,7 +183,7 @@ class Engine(Joint):
             ended_s,
             header.trace,
         )
-        self._plugins.hooks.event(event)
+        self.node.hooks.event(event)
 
     def _trace(self, link: Link, header: Header) -> bytes:
-        return self._plugins.hooks.trace(link, self.plan.edges[header.edge].name, header)
+        return self.node.hooks.trace(link, self.plan.edges[header.edge].name, header)

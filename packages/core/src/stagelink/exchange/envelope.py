@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from ctypes import string_at
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.errors import MessageError
+from stagelink.links.arrival import Key
 from stagelink.links.out_link import SendJob
-from stagelink.transport.header import Direction, Flag, Header, MessageKind
+from stagelink.transport.header import NO_TRACE, Flag, Header, MessageKind
 from stagelink.transport.modes import outside_modes
-from stagelink.transport.payload import content_of, from_bytes, from_raw, raw_bytes, to_bytes
+from stagelink.transport.payload import content_of, from_bytes, from_raw, to_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from stagelink.links.arrival import Arrival, Key
-    from stagelink.links.ways import WayOut
+    from stagelink.links.arrival import Arrival
+    from stagelink.links.route import OutRoute
     from stagelink.plan import Edge
 
 __all__ = ["Terms", "check_contract", "check_gradient", "seal", "unseal"]
@@ -36,23 +38,23 @@ class Terms(NamedTuple):
     device: torch.device
 
 
-def seal(
-    ways: Sequence[WayOut],
+def seal(  # noqa: C901 - no frame more for each message
+    routes: Sequence[OutRoute],
     key: Key,
     tensor: torch.Tensor | None,
-    check: Callable[[torch.Tensor], None] | None,
     terms: Terms,
-) -> SendJob:
-    """The message for a tensor, or the NONE message for None.
+    like: Header | None = None,
+) -> list[SendJob]:
+    """The messages for a tensor, or for None; one for each route, alike but for its edge.
 
     A small payload in host memory is copied here; others share the tensor's memory where they can.
 
     Args:
-        ways: where it goes; all ways of one tensor in one direction.
+        routes: where it goes; all routes of one tensor in one direction.
         key: what it is, on the first of them.
         tensor: what is to be sent.
-        check: raises where the tensor breaks its contract; None where there is none.
         terms: of the session.
+        like: of a gradient, the header of the tensor that it belongs to.
 
     Raises:
         MessageError: the tensor cannot be sent, breaks its contract, or the transport refuses it.
@@ -60,42 +62,60 @@ def seal(
     session, edge, direction, microbatch = key
     if tensor is None:
         header = Header(MessageKind.NONE, direction, 0, session, edge, microbatch)
-        return SendJob(header, None)
+        job = SendJob(header, None)
+        return [job, *_others(routes, job, None, terms)]
     content, dtype, in_order = content_of(tensor)
-    if check is not None:
-        check(content)
-    _check_carried(ways, dtype.name)
+    route = routes[0]
+    if like is not None:
+        check_gradient(like, content)
+    elif route.has_contract:
+        check_contract(route.edge, content)
+    for one in routes:
+        if one.dtypes is not None and dtype.name not in one.dtypes:
+            raise MessageError(
+                f"transport {one.link.link.transport!r} does not carry {dtype.name}, only "
+                f"{', '.join(sorted(one.dtypes))}"
+            )
     if content.device != terms.device:
         raise MessageError(f"the tensor is on {content.device}, this rank's stage {terms.device}")
-    forward = direction is Direction.FORWARD
-    takes_gradient = (
-        forward and terms.trains and content.requires_grad and ways[0].edge.tensor.grad
-    )
-    flags = Flag.REQUIRES_GRAD if takes_gradient else 0
-    carried, device = content, ways[0].link.lane.device
+    flags = 0
+    if terms.trains and route.back is not None and content.requires_grad:
+        flags = Flag.REQUIRES_GRAD
+    carried, device = content, route.link.lane.device
     if device != terms.device:
         with outside_modes():
             carried, in_order = to_bytes(content, in_order=in_order).to(device), True
     payload: torch.Tensor | bytes
     private = False
     if content.nbytes <= terms.inline_bytes and carried.is_cpu:
-        payload = raw_bytes(carried, in_order=in_order)
+        if not in_order:
+            carried = to_bytes(carried, in_order=False)
+        payload = string_at(carried.data_ptr(), content.nbytes)
         flags |= Flag.INLINE
     else:
         payload = to_bytes(carried, in_order=in_order)
         private = payload.data_ptr() != content.data_ptr()
-    header = Header(
-        MessageKind.DATA if forward else MessageKind.GRAD,
-        direction,
-        flags,
-        session,
-        edge,
-        microbatch,
-        dtype_code=dtype.code,
-        payload_bytes=content.nbytes,
-        shape=tuple(content.shape),
-    )
-    return SendJob(header, payload, private=private)
+    kind = MessageKind.DATA if like is None else MessageKind.GRAD
+    header = tuple.__new__(
+        Header,
+        (kind, direction, flags, session, edge, microbatch, 0, 0, dtype.code, 0, 0,
+         content.nbytes, tuple(content.shape), NO_TRACE),
+    )  # fmt: skip
+    job = SendJob(header, payload, private=private)
+    return [job] if len(routes) == 1 else [job, *_others(routes, job, tensor, terms)]
+
+
+def _others(
+    routes: Sequence[OutRoute], first: SendJob, tensor: torch.Tensor | None, terms: Terms
+) -> Iterator[SendJob]:
+    """The messages for further consumers: the same but for edge, and for where it is carried."""
+    for route in routes[1:]:
+        header = first.header._replace(edge=route.edge.index)
+        if first.payload is None or route.link.lane.device == routes[0].link.lane.device:
+            yield SendJob(header, first.payload, private=first.private)
+        else:
+            key = Key(header.session, header.edge, header.direction, header.microbatch)
+            yield from seal((route,), key, tensor, terms)
 
 
 def unseal(arrival: Arrival, terms: Terms) -> torch.Tensor | None:
@@ -145,13 +165,3 @@ def check_gradient(like: Header, gradient: torch.Tensor) -> None:
             f"the tensor has shape {list(like.shape)} and dtype {like.dtype.name}, its gradient "
             f"{list(gradient.shape)} and {got}"
         )
-
-
-def _check_carried(ways: Sequence[WayOut], dtype: str) -> None:
-    for way in ways:
-        link = way.link
-        if link.dtypes is not None and dtype not in link.dtypes:
-            raise MessageError(
-                f"transport {link.link.transport!r} does not carry {dtype}, only "
-                f"{', '.join(sorted(link.dtypes))}"
-            )

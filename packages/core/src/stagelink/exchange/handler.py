@@ -6,7 +6,6 @@ import _thread
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import TYPE_CHECKING, Self
 
 from stagelink.arguments import (
@@ -24,13 +23,14 @@ from stagelink.arguments import (
 from stagelink.control.listening import gloo_address_by
 from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
-from stagelink.exchange.eager import session_class
+from stagelink.exchange.session import session_class
 from stagelink.exchange.unclosed import closed, opened
 from stagelink.schedule import (
     UNTIL_END,
     Verification,
     actions_of,
     check_microbatches,
+    microbatches_of,
     require,
     verify,
 )
@@ -43,10 +43,9 @@ if TYPE_CHECKING:
     from stagelink.errors import StagelinkError
     from stagelink.exchange.engine import Engine
     from stagelink.exchange.handles import Awaited
-    from stagelink.exchange.opening import Mode
     from stagelink.exchange.session import Session
     from stagelink.plan import Plan, Stage
-    from stagelink.schedule import Action
+    from stagelink.schedule import Action, Mode
     from stagelink.transport.contract import Link
     from stagelink.transport.events import LinkCounters
 
@@ -84,6 +83,7 @@ class Handler:
         self._plane = engine.plane
         self._verification = verification
         self._verifications = {verification.microbatches: verification}
+        self._last_actions: dict[Mode, tuple[int, tuple[Action, ...]]] = {}
         self._session: Session | None = None
         self._next_session = 0
         opened(engine)
@@ -143,33 +143,36 @@ class Handler:
     ) -> Session:
         self._plane.check()
         self._check_opening(microbatches)
-        if microbatches is not None:  # of peers' numbers `Openings` sees to it
-            check_microbatches(self.plan, microbatches)
-        if mode == "train" and microbatches is not None:
+        trains = mode == "train"
+        if trains and microbatches is not None:  # of peers' numbers `Sessions` sees to it
             self._verified(microbatches, actions)
         number = self._next_session
         self._next_session += 1
-        opening = self._engine.openings.open(number, mode, microbatches, items)
+        record, opening = self._engine.sessions.open(number, mode, microbatches, items)
         # Forwards alone, each rank's in ascending order, cannot deadlock.
-        trains, until_end = mode == "train", opening.microbatches == UNTIL_END
         verification = (
             self._verified(opening.microbatches, actions) if trains else self._verification
         )
         windows = verification.windows if trains else verification.forward_windows
-        self._engine.mail.enter(number, lambda edge: windows[edge.index])
-        self._engine.wiring.enter(windows)
-        place = (self.plan, self.rank)
-        session = session_class()(number, opening, place, self._engine.mail)
-        session.keeps = self
-        own = takewhile(session.has, session.mine) if until_end else session.mine
-        session.warm_up = verification.warm_up[self.stage.index]
-        by_schedule = actions_of(self.plan, self.stage, own, session.warm_up, mode)
+        self._engine.enter_session(number, windows)
+        warm_up = verification.warm_up[self.stage.index]
         if actions is not None:
-            session.actions = tuple(actions.get(self.rank, ()))
+            own: Sequence[Action] | None = tuple(actions.get(self.rank, ()))
         else:
-            session.actions = by_schedule if until_end else tuple(by_schedule)
-        self._session = session
-        return session
+            own = self._actions(mode, opening.microbatches, warm_up)
+        self._session = session_class()(self._engine, record, opening, warm_up, own, self)
+        return self._session
+
+    def _actions(self, mode: Mode, microbatches: int, warm_up: int) -> Sequence[Action] | None:
+        """What this rank does by the plan's schedule; None until the end is known."""
+        if microbatches == UNTIL_END:
+            return None
+        known, actions = self._last_actions.get(mode, (None, ()))
+        if known != microbatches:
+            mine = microbatches_of(self.stage, self.replica, microbatches)
+            actions = tuple(actions_of(self.plan, self.stage, mine, warm_up, mode))
+            self._last_actions[mode] = microbatches, actions
+        return actions
 
     def _check_opening(self, microbatches: object) -> None:
         if self._session is not None and self._session.open:
@@ -228,12 +231,12 @@ class Handler:
     @property
     def counters(self) -> Mapping[Link, LinkCounters]:
         """Totals of every link that begins or ends here, live."""
-        return self._engine.wiring.counters
+        return self._engine.node.wiring.counters
 
     @property
     def transports(self) -> Mapping[Link, str]:
         """Name of the transport of every link that begins or ends here."""
-        return {link: link.transport for link in self._engine.wiring.links}
+        return {link: link.transport for link in self._engine.node.wiring.links}
 
     # -- for a process group of the caller's own
 
@@ -251,10 +254,10 @@ class Handler:
             StagelinkError: this handler failed or was closed.
         """
         self._plane.check()
-        number = len(self._engine.on_close)
-        self._engine.on_close.append(drop)
+        number = len(self._engine.node.on_close)
+        self._engine.node.on_close.append(drop)
         self.on_failure(lambda _: drop())
-        return self._engine.rendezvous.pair_store(f"stage {self.stage.index}/{number}")
+        return self._engine.node.rendezvous.pair_store(f"stage {self.stage.index}/{number}")
 
     @property
     def failure(self) -> StagelinkError | None:
@@ -280,7 +283,7 @@ class Handler:
             ConnectError: the interface cannot be used, or other hosts cannot reach this one there;
                 or none is named, and nothing tells which address is to be used.
         """
-        control, host = self.plan.control, self._engine.rendezvous.store_host
+        control, host = self.plan.control, self._engine.node.rendezvous.store_host
         return gloo_address_by(control, host, elsewhere=elsewhere)
 
     @checked(future=_FUTURE, what=NAME)
@@ -314,7 +317,7 @@ class Handler:
     @checked(error=instance(BaseException, "an exception"))
     def abort(self, error: BaseException) -> None:
         """Fail this rank and every other with the error's text; returns at once."""
-        self._engine.fail(error)
+        self._engine.node.fail(error)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Let what was sent reach its peers, say goodbye, and give everything back.
@@ -337,7 +340,7 @@ class Handler:
         seconds = given_seconds("close", "timeout_s", timeout_s, limit_s)
         if not self._start_closing():
             return
-        lost = self._engine.close(Deadline(seconds))
+        lost = self._engine.node.close(Deadline(seconds))
         self._plane.failure.check_reported()
         if lost:
             text = ", ".join(f"{count} on {link}" for link, count in lost.items())
@@ -357,7 +360,7 @@ class Handler:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         elif self._start_closing():
-            self._engine.abandon(error)
+            self._engine.node.abandon(error)
 
     def _start_closing(self) -> bool:
         self._dropped.detach()

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stagelink.deadline import Deadline
+
 if TYPE_CHECKING:
     import torch
 
     from stagelink.links.out_link import SendJob
+    from stagelink.links.route import OutRoute
 
-__all__ = ["Awaited", "RecvHandle", "SendHandle"]
+    _Sent = tuple[OutRoute, SendJob]
+
+__all__ = ["SENT", "Awaited", "RecvHandle", "SendHandle"]
 
 
 class Awaited(Protocol):
@@ -31,15 +36,17 @@ class SendHandle:
 
     def __init__(
         self,
-        jobs: Sequence[SendJob],
-        wait: Callable[[Sequence[SendJob], float | None], None],
+        sent: Sequence[_Sent],
+        wait: Callable[[Sequence[_Sent], Deadline], None],
+        deadline: Callable[[float | None], Deadline],
     ) -> None:
-        self._jobs = jobs
+        self._sent = sent
         self._wait = wait
+        self._deadline = deadline
 
     def done(self) -> bool:
         """Whether the tensor's memory is the caller's again; never blocks."""
-        return all(job.finished for job in self._jobs)
+        return all(job.finished for _, job in self._sent)
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Block until `done`.
@@ -52,7 +59,11 @@ class SendHandle:
             PeerClosedError: a receiver closed for good before the message was through.
             StagelinkError: the handler failed or was closed.
         """
-        self._wait(self._jobs, deadline_s)
+        self._wait(self._sent, self._deadline(deadline_s))
+
+
+SENT = SendHandle((), lambda sent, deadline: None, lambda seconds: Deadline(0))
+"""What every send returns that is done when it returns."""
 
 
 class RecvHandle:

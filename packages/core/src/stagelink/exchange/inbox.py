@@ -6,7 +6,7 @@ arrival, tags and transports play no part, so receives may come in any order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from stagelink.errors import ProtocolError
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Inbox"]
 
 
-class Inbox:
+A = TypeVar("A", bound="Arrival")
+
+
+class Inbox(Generic[A]):
     """Arrivals by key; used under the plane's lock.
 
     Attributes:
@@ -26,10 +29,10 @@ class Inbox:
 
     def __init__(self) -> None:
         self.held_bytes = 0
-        self._arrivals: dict[Key, Arrival] = {}
+        self._arrivals: dict[Key, A] = {}
         self._last: dict[tuple[int, int, Direction, int], int] = {}
 
-    def put(self, arrival: Arrival) -> None:
+    def put(self, arrival: A) -> None:
         """Keep an arrival until it is taken; one that was refused is replaced by a better one.
 
         Raises:
@@ -45,26 +48,35 @@ class Inbox:
         self.held_bytes += arrival.header.payload_bytes
         self._last[key.session, key.edge, key.direction, arrival.peer] = key.microbatch
 
-    def get(self, key: Key) -> Arrival | None:
+    def get(self, key: Key) -> A | None:
         """The arrival with this key, which stays."""
         return self._arrivals.get(key)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._arrivals
 
-    def take(self, key: Key) -> Arrival:
+    def take_whole(self, key: Key) -> A | None:
+        """Remove the arrival with this key, if it is here with its payload."""
+        arrival = self._arrivals.get(key)
+        if arrival is None or not arrival.settled:
+            return None
+        del self._arrivals[key]
+        self.held_bytes -= arrival.header.payload_bytes
+        return arrival
+
+    def take(self, key: Key) -> A:
         """Remove the arrival with this key."""
         arrival = self._arrivals.pop(key)
         self.held_bytes -= arrival.header.payload_bytes
         return arrival
 
-    def take_session(self, session: int) -> list[Arrival]:
+    def take_session(self, session: int) -> list[A]:
         """Remove everything of one session."""
         self._last = {k: last for k, last in self._last.items() if k[0] > session}
         keys = [key for key in self._arrivals if key.session == session]
         return [self.take(key) for key in keys]
 
-    def clear(self) -> list[Arrival]:
+    def clear(self) -> list[A]:
         """Remove everything."""
         arrivals = list(self._arrivals.values())
         self._arrivals.clear()

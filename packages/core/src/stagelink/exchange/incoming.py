@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,130 +17,145 @@ from stagelink.errors import (
     RefusedError,
 )
 from stagelink.exchange.inbox import Inbox
-from stagelink.exchange.places import Places
 from stagelink.links.arrival import Arrival, Key
 from stagelink.links.bound import check_declared
 from stagelink.links.driving import wait_driving
-from stagelink.transport.header import Direction, Header, MessageKind
+from stagelink.transport.header import Flag, MessageKind
 
 if TYPE_CHECKING:
     from stagelink.control.connection import Frame
-    from stagelink.control.plane import Plane
-    from stagelink.exchange.endings import Endings
     from stagelink.exchange.outgoing import Outgoing
-    from stagelink.exchange.presence import Presence
-    from stagelink.links.ways import Observe, WayIn
+    from stagelink.exchange.sessions import Sessions
+    from stagelink.links.node import Node
+    from stagelink.links.route import InRoute, Observe
+    from stagelink.transport.header import Header
 
-__all__ = ["Incoming"]
+__all__ = ["Incoming", "Received"]
+
+_TENSORS = frozenset({MessageKind.DATA, MessageKind.GRAD})
+
+
+class Received(Arrival):
+    """A message of an edge, whose route is given with it.
+
+    Attributes:
+        route: that it came by.
+    """
+
+    __slots__ = ("route",)
+    route: InRoute
 
 
 class Incoming:
     """What this rank receives.
 
     Args:
-        plane: this rank's control plane.
-        presence: who can still send something.
-        outgoing: whose windows a gradient that nobody asks for must free.
+        node: this rank.
+        sessions: who can still send something, and which microbatches there are.
+        outgoing: whose credit a gradient gives back, and that gives credit to peers.
         observe: called with each event; None where nobody observes.
-        endings: which microbatches there are.
 
     Attributes:
-        inbox: what nobody has asked for yet.
-        places: what the peers' windows hold.
-        most_bytes: bound on what is in it, which a message beyond it breaks; None: no bound.
-        ways: by (edge index, direction, peer).
+        inbox: what nobody has asked for yet. A message that takes it beyond the plan's
+            ``limits.receive_bytes`` is an error.
     """
 
     def __init__(
-        self,
-        plane: Plane,
-        presence: Presence,
-        outgoing: Outgoing,
-        observe: Observe | None,
-        endings: Endings,
+        self, node: Node, sessions: Sessions, outgoing: Outgoing, observe: Observe | None
     ) -> None:
-        self._plane = plane
-        self._endings = endings
-        self._presence = presence
+        self._plane = node.plane
+        self._routes = node.wiring.into
+        self._sessions = sessions
         self._outgoing = outgoing
         self._observe = observe
-        self.inbox = Inbox()
-        self.places = Places()
-        outgoing.on_answer = self.places.free
-        self.most_bytes: int | None = None
-        self._completed = self._on_settled  # bound once, not per message
-        self.ways: dict[tuple[int, Direction, int], WayIn] = {}
+        self._most_bytes = node.plan.limits.receive_bytes
+        self._completed = self._on_complete  # bound once, not for each message
+        self._unanswered: list[Received] = []
+        self.inbox: Inbox[Received] = Inbox()
         for kind in (MessageKind.DATA, MessageKind.GRAD, MessageKind.NONE, MessageKind.REFUSED):
-            plane.handle(kind, self._on_message)
+            self._plane.handle(kind, self._on_message)
 
-    def drop(self, arrivals: list[Arrival]) -> None:
-        """Answer messages that were taken out of the inbox unread, now or when they are whole."""
+    def drop(self, unread: Iterable[Received], owed: Iterable[Received] = ()) -> None:
+        """Answer messages that nobody will ask for, each now or when it is whole.
+
+        Args:
+            unread: were taken out of the inbox.
+            owed: were received, and their gradients will not be sent.
+        """
         with self._plane.lock:
-            for arrival in arrivals:
+            for arrival in unread:
                 arrival.abandoned = True
-            settled = [arrival for arrival in arrivals if arrival.settled]
-        for arrival in settled:
-            self._answer(arrival)
-        for arrival in arrivals:
-            if arrival.link is not None:
-                arrival.link.drain()
+            settled = [arrival for arrival in unread if arrival.settled]
+        self._answer_all([*settled, *owed])
+        for arrival in unread:
+            if not arrival.settled:
+                arrival.route.link.drain()
 
-    def _on_message(self, peer: int, frame: Frame) -> None:
+    # -- on the reading thread
+
+    def _on_message(self, peer: int, frame: Frame) -> None:  # noqa: C901 - no frame more a message
         header = frame.header
-        way = self.ways.get((header.edge, header.direction, peer))
-        if way is None:
+        route = self._routes.get((header.edge, header.direction, peer))
+        if route is None:
             raise ProtocolError(
                 f"rank {peer} sent {header.kind.name} on edge {header.edge}, which does not come "
                 "from it"
             )
-        self._endings.check(header.session, header.microbatch)
-        self._check_due(way, header)
-        if header.kind in {MessageKind.DATA, MessageKind.GRAD}:
-            check_declared(way.edge, header)
-        arrival = Arrival(header, peer, self._completed)
-        carried = self._open_envelope(arrival, frame)
-        if carried:
-            arrival.link = way.link
-        with self._plane.lock:
-            arrival.abandoned = header.session <= self._presence.left
-            if not arrival.abandoned:
-                self._check_room(way, arrival, frame)
-                self.inbox.put(arrival)
-        if carried:
-            way.link.announced(arrival, frame.note, frame.take_fds())
-        elif arrival.abandoned:
-            self._answer(arrival)
-
-    def _check_due(self, way: WayIn, header: Header) -> None:
-        """Hold a message against the window that its sender has, or against what it answers.
-
-        Raises:
-            ProtocolError: there is no place for it, or nothing that it answers.
-        """
         if header.microbatch < 0:
             raise ProtocolError(
-                f"rank {way.peer}: {header.kind.name} of microbatch {header.microbatch} on edge "
-                f"{way.edge.name!r}; they begin at 0"
+                f"rank {peer}: {header.kind.name} of microbatch {header.microbatch} on edge "
+                f"{route.edge.name!r}; they begin at 0"
             )
-        if header.direction is Direction.BACKWARD:
-            there = self._outgoing.ways[header.edge, Direction.FORWARD, way.peer]
-            self._outgoing.check_sent(there, header)
-        elif header.kind is not MessageKind.REFUSED:  # which takes no place
-            with self._plane.lock:
-                self.places.take(way, header)
+        arrival = Received(header, peer, self._completed)
+        arrival.route = route
+        with self._plane.lock:
+            record = self._sessions.find(header.session)
+            if record is not None:
+                record.check(header.microbatch)
+            self._check_due(route, header)
+            if header.kind in _TENSORS and (route.has_contract or not header.dtype_code):
+                check_declared(route.edge, header)
+            carried = self._open_envelope(arrival, frame)
+            arrival.abandoned = header.session <= self._sessions.left
+            if not arrival.abandoned:
+                self._check_room(route, arrival)
+                self.inbox.put(arrival)
+        if carried:
+            route.link.announced(arrival, frame.note, frame.take_fds())
+        elif arrival.abandoned:
+            if not self._unanswered:
+                self._plane.reader.call(self._answer_unanswered)
+            self._unanswered.append(arrival)
 
-    def _check_room(self, way: WayIn, arrival: Arrival, frame: Frame) -> None:
-        """Hold what has come against `most_bytes`, of which a plan without shapes says nothing.
+    def _answer_unanswered(self) -> None:
+        """Answer, at the end of a turn of reading, what came in it and nobody will ask for."""
+        unanswered, self._unanswered = self._unanswered, []
+        self._answer_all(unanswered)
+
+    def _check_due(self, route: InRoute, header: Header) -> None:
+        """Hold a message against the credit that its sender has, or against what it answers.
+
+        Raises:
+            ProtocolError: it has none, or there is nothing that it answers.
+        """
+        if route.answers is not None:
+            self._outgoing.check_sent(route.answers, header, header.microbatch)
+        elif header.kind is not MessageKind.REFUSED:
+            route.window.take(header.session, header.microbatch)  # a refusal takes no credit
+
+    def _check_room(self, route: InRoute, arrival: Arrival) -> None:
+        """Hold what has come against the plan's bound, as a plan without shapes bounds nothing.
 
         Raises:
             MessageError: it is more.
         """
         held, size = self.inbox.held_bytes, arrival.header.payload_bytes
-        if self.most_bytes is not None and held + size > self.most_bytes:
+        if self._most_bytes is not None and held + size > self._most_bytes:
             raise MessageError(
-                f"rank {self._plane.rank}: {arrival.key} from rank {way.peer} on edge "
-                f"{way.edge.name!r} has {size} bytes, and {held} bytes of messages have come that "
-                f"nobody has taken yet; limits.receive_bytes allows {self.most_bytes} together"
+                f"rank {self._plane.rank}: {arrival.key} from rank {route.peer} on edge "
+                f"{route.edge.name!r} has {size} bytes, and {held} bytes of messages have come "
+                "that nobody has taken yet; limits.receive_bytes allows "
+                f"{self._most_bytes} together"
             )
 
     @staticmethod
@@ -149,7 +164,7 @@ class Incoming:
         header = frame.header
         if header.kind is MessageKind.REFUSED:
             arrival.refusal = frame.note.decode(errors="replace")
-        elif header.inline:
+        elif header.flags & Flag.INLINE:
             if len(frame.payload) != header.payload_bytes:  # it came by no socket, see `Header`
                 raise ProtocolError(
                     f"an inline payload of {header.payload_bytes} bytes, of which "
@@ -161,169 +176,195 @@ class Incoming:
         arrival.settled = True
         return False
 
-    def _on_settled(self, arrival: Arrival) -> None:
+    def _on_complete(self, arrival: Received) -> None:
         """A transport has finished an arrival; on whichever thread finished it."""
         with self._plane.lock:
             arrival.settled = True
             abandoned = arrival.abandoned
         if abandoned:
-            self._answer(arrival)
+            self._answer_all([arrival])
         self._plane.changed()
 
-    def _answer(self, arrival: Arrival) -> None:
-        """Answer a message that nobody asked for, so that its sender's window recovers."""
-        key = arrival.key
-        arrival.payload = None
-        if arrival.refusal is not None:
-            return
-        if key.direction is Direction.BACKWARD:
-            way = self._outgoing.ways[key.edge, Direction.FORWARD, arrival.peer]
-            self._outgoing.release(way, key.session, key.microbatch)
-        else:
-            # Also where a gradient is due: a NONE would be taken for it, a CREDIT frees a place.
-            self.post_credit(arrival.peer, key)
+    # -- answers
 
-    def post_credit(self, peer: int, key: Key) -> None:
-        """Free the place of a message whose gradient, if it takes one, will not come."""
-        self.places.free(peer, key)
-        header = Header(
-            MessageKind.CREDIT,
-            Direction.BACKWARD,
-            session=key.session,
-            edge=key.edge,
-            microbatch=key.microbatch,
-        )
-        self._plane.post(peer, header)
+    def _answer_all(self, arrivals: Iterable[Received]) -> None:
+        """Answer messages; the credit of those of one session and route goes in one frame."""
+        credit: dict[tuple[int, int, int], list[int]] = {}
+        for arrival in arrivals:
+            session, edge, _, microbatch = arrival.key
+            arrival.payload = None
+            route = arrival.route
+            if arrival.refusal is not None:
+                continue
+            if route.answers is not None:
+                self._outgoing.release(route.answers, session, microbatch)
+            else:
+                # Also where a gradient is due: a NONE would be taken for it.
+                route.window.free(session, microbatch)
+                credit.setdefault((edge, route.peer, session), []).append(microbatch)
+        for to, microbatches in credit.items():
+            self._outgoing.give_credit(*to, *microbatches)
 
-    def receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:
-        """Wait for one message and take it.
+    # -- for who asks
+
+    def take_nowait(self, route: InRoute, key: Key) -> Received | None:
+        """Take a message that is here with its payload; None where it is not.
+
+        Its credit is given back, unless it is a tensor that takes a gradient.
+
+        Raises:
+            RefusedError: the peer could not send it.
+            StagelinkError: the handler failed or was closed.
+        """
+        plane = self._plane
+        try:
+            plane.check()
+            with plane.lock:
+                arrival = self.inbox.take_whole(key)
+            if arrival is not None:
+                now = 0.0 if self._observe is None else time.monotonic()
+                self._hand_over(route, arrival, now, now)
+        except BaseException as error:
+            plane.failure.interrupted(error)  # it may have been taken, and would be lost
+            raise
+        return arrival
+
+    def take(self, route: InRoute, key: Key, deadline: Deadline) -> Received:
+        """Wait for one message and take it; as `take_nowait`.
 
         Raises:
             DeadlineError: it did not come.
-            RefusedError: the peer could not send it.
             PeerClosedError: it can no longer come.
-            StagelinkError: the handler failed or was closed.
         """
         try:
-            return self._receive(way, key, deadline)
+            began = time.monotonic()
+            arrival, arrived = self.wait_whole(route, key, deadline)
+            while not self._taken(key, arrival):
+                # In its place there is another: a refusal's second try, or nothing after close.
+                arrival, arrived = self.wait_whole(route, key, deadline)
+            self._hand_over(route, arrival, began, arrived)
         except BaseException as error:
-            self._plane.failure.interrupted(error)  # it may have been taken, and would be lost
+            self._plane.failure.interrupted(error)
             raise
-
-    def _receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:
-        began = time.monotonic()
-        arrival, arrived = self.wait_whole(way, key, deadline)
-        while not self._take(key, arrival):
-            # In its place there is another by now: a refusal's second try, or nothing after close.
-            arrival, arrived = self.wait_whole(way, key, deadline)
-        if arrival.refusal is not None:
-            # The text is the sender's own, which says who it is and which message it means.
-            raise RefusedError(f"the sender could not send it: {arrival.refusal}")
-        self._count(way, arrival, began, arrived)
-        way.link.hand_over(arrival)
         return arrival
 
-    def wait_whole(self, way: WayIn, key: Key, deadline: Deadline) -> tuple[Arrival, float]:
-        """Wait until a message is here with its payload, and leave it where it is.
-
-        Returns:
-            The message, and the moment at which its header was here.
-
-        Raises:
-            DeadlineError, PeerClosedError, StagelinkError: as `receive`.
-        """
-        self._plane.check()
-        if key not in self.inbox:
-            self._wait(way, key, partial(self._arrived, way, key), deadline, "nothing came")
-        arrived = time.monotonic()
-        arrival = self.inbox.get(key)
-        if arrival is None:
-            return self.wait_whole(way, key, deadline)
-        if not arrival.settled:
-            ready = partial(self._settled, way, key, arrival)
-            self._wait(way, key, ready, deadline, "the payload did not come")
-        return arrival, arrived
-
-    def wait_announced(self, way: WayIn, key: Key, or_else: Callable[[], bool]) -> None:
-        """Wait until a message's header is here, or something else is true; for however long.
-
-        Raises:
-            PeerClosedError: it can no longer come, and nothing else is true.
-            StagelinkError: the handler failed or was closed.
-        """
-        awaited = Awaited(way.peer, lambda: f"{way.edge.name!r}, {key}, or the end")
-        self._plane.wait(lambda: or_else() or self._arrived(way, key), Deadline(math.inf), awaited)
-
-    def _take(self, key: Key, arrival: Arrival) -> bool:
+    def _taken(self, key: Key, arrival: Received) -> bool:
         with self._plane.lock:
             if self.inbox.get(key) is not arrival:
                 return False
             self.inbox.take(key)
             return True
 
-    def _settled(self, way: WayIn, key: Key, arrival: Arrival) -> bool:
-        if not arrival.settled and way.link.given_up:
-            expected = self._expected(way, key)
-            if way.link.error is not None:  # a failure here, though the peer had said goodbye
-                expected = f"{expected}; {way.link.error}"
-            self._presence.check_peer(way.peer, key, expected)
+    def _hand_over(self, route: InRoute, arrival: Received, began: float, arrived: float) -> None:
+        if arrival.refusal is not None:
+            # The text is the sender's own, which says who it is and which message it means.
+            raise RefusedError(f"the sender could not send it: {arrival.refusal}")
+        counters, header = route.counters, arrival.header
+        counters.messages += 1
+        counters.payload_bytes += header.payload_bytes
+        if header.flags & Flag.INLINE:
+            counters.inline_messages += 1
+        if arrived != began or self._observe is not None:
+            self._count_waits(route, header, began, arrived)
+        if arrival.moment is not None:
+            route.link.hand_over(arrival)
+        if route.answers is not None:
+            self._outgoing.release(route.answers, header.session, header.microbatch)
+        elif not header.flags & Flag.REQUIRES_GRAD:
+            route.window.free(header.session, header.microbatch)
+            self._outgoing.give_credit(header.edge, route.peer, header.session, header.microbatch)
+
+    def _count_waits(self, route: InRoute, header: Header, began: float, arrived: float) -> None:
+        ended = time.monotonic()
+        peer_wait_s, wire_wait_s = arrived - began, ended - arrived
+        route.counters.peer_wait_s += peer_wait_s
+        route.counters.wire_wait_s += wire_wait_s
+        if self._observe is not None:
+            link = route.link.link
+            self._observe("wait_peer", link, header, peer_wait_s, arrived)
+            self._observe("wait_wire", link, header, wire_wait_s, ended)
+            self._observe("recv", link, header, ended - began, ended)
+
+    def wait_whole(self, route: InRoute, key: Key, deadline: Deadline) -> tuple[Received, float]:
+        """Wait until a message is here with its payload, and leave it where it is.
+
+        Returns:
+            The message, and the moment at which its header was here.
+
+        Raises:
+            DeadlineError, PeerClosedError, StagelinkError: as `take`.
+        """
+        self._plane.check()
+        arrival = self.inbox.get(key)
+        while arrival is None:
+            self._wait(route, key, partial(self._arrived, route, key), deadline, "nothing came")
+            arrival = self.inbox.get(key)
+        arrived = time.monotonic()
+        if not arrival.settled:
+            ready = partial(self._settled, route, key, arrival)
+            self._wait(route, key, ready, deadline, "the payload did not come")
+        return arrival, arrived
+
+    def wait_announced(self, route: InRoute, key: Key, or_else: Callable[[], bool]) -> None:
+        """Wait until a message's header is here, or something else is true; for however long.
+
+        Raises:
+            PeerClosedError: it can no longer come, and nothing else is true.
+            StagelinkError: the handler failed or was closed.
+        """
+        awaited = Awaited(route.peer, lambda: f"{route.edge.name!r}, {key}, or the end")
+        self._plane.wait(
+            lambda: or_else() or self._arrived(route, key), Deadline(math.inf), awaited
+        )
+
+    def here(self, route: InRoute, key: Key) -> bool:
+        """Whether a message could be received now without waiting for the peer."""
+        with self._plane.lock:
+            arrival = self.inbox.get(key)
+        if arrival is None:
+            return False
+        if not arrival.settled and route.link.drivable:
+            route.link.drain()  # whoever asks does not wait, so a worker does
         return arrival.settled
 
     def _wait(
-        self, way: WayIn, key: Key, ready: Callable[[], bool], deadline: Deadline, what: str
+        self, route: InRoute, key: Key, ready: Callable[[], bool], deadline: Deadline, what: str
     ) -> None:
         """Wait; see `wait_driving`.
 
         Raises:
             DeadlineError: time ran out.
         """
-        awaited = Awaited(way.peer, lambda: f"{way.edge.name!r}, {key}")
-        if not wait_driving(self._plane, way.link, ready, deadline, awaited):
+        awaited = Awaited(route.peer, lambda: f"{route.edge.name!r}, {key}")
+        if not wait_driving(self._plane, route.link, ready, deadline, awaited):
             why = self._plane.chain.explain(awaited)
-            raise DeadlineError(self._missing(way, key, deadline, what) + why)
+            raise DeadlineError(self._missing(route, key, deadline, what) + why)
 
-    def _count(self, way: WayIn, arrival: Arrival, began: float, arrived: float) -> None:
-        ended = time.monotonic()
-        peer_wait_s, wire_wait_s = arrived - began, ended - arrived
-        counters, header = way.counters, arrival.header
-        counters.messages += 1
-        counters.payload_bytes += header.payload_bytes
-        counters.peer_wait_s += peer_wait_s
-        counters.wire_wait_s += wire_wait_s
-        if header.inline:
-            counters.inline_messages += 1
-        if self._observe is not None:
-            link = way.link.link
-            self._observe("wait_peer", link, header, peer_wait_s, arrived)
-            self._observe("wait_wire", link, header, wire_wait_s, ended)
-            self._observe("recv", link, header, ended - began, ended)
-
-    def here(self, way: WayIn, key: Key) -> bool:
-        """Whether a message could be received now without waiting for the peer."""
-        with self._plane.lock:
-            arrival = self.inbox.get(key)
-        if arrival is None:
-            return False
-        if not arrival.settled and way.link.drivable:
-            way.link.drain()  # whoever asks does not wait, so a worker does
+    def _settled(self, route: InRoute, key: Key, arrival: Arrival) -> bool:
+        if not arrival.settled and route.link.given_up:
+            expected = self._expected(route, key)
+            if route.link.error is not None:  # a failure here, though the peer had said goodbye
+                expected = f"{expected}; {route.link.error}"
+            self._sessions.check_peer(route.peer, key, expected)
         return arrival.settled
 
-    def _arrived(self, way: WayIn, key: Key) -> bool:
+    def _arrived(self, route: InRoute, key: Key) -> bool:
         if key in self.inbox:
             return True
-        if self._presence.lost(way.peer, key):
-            self._presence.check_peer(way.peer, key, self._expected(way, key))
+        if self._sessions.lost(route.peer, key):
+            self._sessions.check_peer(route.peer, key, self._expected(route, key))
         return False
 
-    def _expected(self, way: WayIn, key: Key) -> str:
-        last = self.inbox.last_microbatch(key, way.peer)
+    def _expected(self, route: InRoute, key: Key) -> str:
+        last = self.inbox.last_microbatch(key, route.peer)
         after = "before its first message" if last is None else f"after microbatch {last}"
-        return f"it finished {after}; {key} expected on edge {way.edge.name!r}"
+        return f"it finished {after}; {key} expected on edge {route.edge.name!r}"
 
-    def _missing(self, way: WayIn, key: Key, deadline: Deadline, what: str) -> str:
-        last = self.inbox.last_microbatch(key, way.peer)
+    def _missing(self, route: InRoute, key: Key, deadline: Deadline, what: str) -> str:
+        last = self.inbox.last_microbatch(key, route.peer)
         before = "nothing yet" if last is None else f"microbatch {last}"
         return (
-            f"rank {self._plane.rank}: {what} from rank {way.peer} on edge {way.edge.name!r} "
-            f"within {deadline.seconds:g} s; expected {key}, got {before} in this session"
+            f"rank {self._plane.rank}: {what} from rank {route.peer} on edge "
+            f"{route.edge.name!r} within {deadline.seconds:g} s; expected {key}, got {before} in "
+            "this session"
         )

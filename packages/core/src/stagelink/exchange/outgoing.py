@@ -1,31 +1,33 @@
-"""Messages on their way out: a place in the window first, then inline or by the link."""
+"""Messages on their way out: credit first, then inline or by the link.
+
+This room owns the rule of the windows: what is admitted, what is parked until credit comes, what
+gives credit back, and what is flushed when a peer keeps nothing more.
+"""
 
 from __future__ import annotations
 
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from stagelink.control.chain import Awaited
 from stagelink.control.framing import encode
 from stagelink.errors import DeadlineError, ProtocolError, StagelinkError
-from stagelink.transport.header import Direction, Header, MessageKind
+from stagelink.transport.header import NO_TRACE, Direction, Header, MessageKind
 
 if TYPE_CHECKING:
     from stagelink.control.connection import Frame
-    from stagelink.control.plane import Plane
     from stagelink.deadline import Deadline
-    from stagelink.exchange.presence import Presence
+    from stagelink.errors import MessageError
+    from stagelink.exchange.sessions import SessionRecord, Sessions
     from stagelink.links.arrival import Key
-    from stagelink.links.out_link import OutLink, SendJob
-    from stagelink.links.ways import Observe, Trace, WayOut
+    from stagelink.links.node import Node
+    from stagelink.links.out_link import SendJob
+    from stagelink.links.route import Observe, OutRoute, Trace
     from stagelink.links.window import Window
-    from stagelink.plan import Edge
-    from stagelink.transport.events import EventName
 
 __all__ = ["Outgoing"]
 
@@ -37,189 +39,164 @@ class Outgoing:
     """What this rank sends.
 
     Args:
-        plane: this rank's control plane.
-        presence: who can still take it.
-        inline_bytes: payloads up to this size travel in the header's frame.
+        node: this rank.
+        sessions: who can still take it.
         observe: called with each event; None where nobody observes.
         trace: asked for each message's trace context; None: they carry none.
-
-    Attributes:
-        inline_bytes: as given.
-        ways: by (edge index, direction, peer).
-        on_answer: called with the peer and the key of each gradient before it is sent.
     """
 
     def __init__(
-        self,
-        plane: Plane,
-        presence: Presence,
-        inline_bytes: int,
-        observe: Observe | None,
-        trace: Trace | None,
+        self, node: Node, sessions: Sessions, observe: Observe | None, trace: Trace | None
     ) -> None:
-        self.inline_bytes = inline_bytes
-        self._plane = plane
-        self._presence = presence
+        self._plane = plane = node.plane
+        self._wiring = node.wiring
+        self._sessions = sessions
         self._observe = observe
         self._trace = trace
-        self.on_answer: Callable[[int, Key], None] = lambda peer, key: None
-        self.ways: dict[tuple[int, Direction, int], WayOut] = {}
         self._answering: Counter[int] = Counter()
         plane.handle(MessageKind.CREDIT, self._on_credit)
         plane.on_goodbye(self._flush)
         plane.hold_goodbye(lambda peer: self._answering[peer] > 0)
 
-    def enter(self, window_of: Callable[[Edge], int]) -> None:
-        """A session begins: its windows' sizes hold from now on; with the plane's lock held."""
-        for way in self.ways.values():
-            if way.window is not None:
-                way.window.size = window_of(way.edge)
-
     def tell_end(self, session: int, why: str) -> None:
         """Tell every peer that this rank has left a session, and what it is still to get of it."""
-        links: dict[int, set[OutLink]] = {peer: set() for peer in self._plane.peers}
-        due: dict[int, list[tuple[int, int]]] = {peer: [] for peer in links}
-        with self._plane.lock:
-            for way in self.ways.values():
-                links[way.peer].add(way.link)
-                if way.window is not None:
-                    index = way.edge.index
-                    due[way.peer] += [(index, mb) for mb in way.window.due(session)]
-        for peer, outs in links.items():
-            header = Header(MessageKind.END, session=session)
+        header = Header(MessageKind.END, session=session)
+        for peer in self._plane.peers:
+            routes = self._wiring.towards.get(peer, ())
+            with self._plane.lock:
+                due = [
+                    (route.edge.index, microbatch)
+                    for route in routes
+                    if route.window.waiting
+                    for microbatch in route.window.due(session)
+                ]
             # On its connection the END comes after every header of what has started: behind the
-            # queues. What waits for a place comes later, and the END says which.
+            # queues. What waits for credit comes later, and the END says which.
             said: dict[str, object] = {"why": why[:_MAX_TEXT]} if why else {}
-            if due[peer]:
-                said["due"] = due[peer]
-            note = encode(said) if said else b""
-            chain: Callable[[], None] = partial(self._plane.post, peer, header, note)
-            for link in outs:
+            if due:
+                said["due"] = due
+            chain: Callable[[], None] = partial(
+                self._plane.post, peer, header, encode(said) if said else b""
+            )
+            for link in {route.link for route in routes}:
                 chain = partial(link.when_announced, chain)
             chain()
 
-    def send(
-        self,
-        way: WayOut,
-        key: Key,
-        job: SendJob,
-        *,
-        copy: bool,
-        deadline: Deadline | None,
+    # -- forward, by credit
+
+    def send_nowait(
+        self, route: OutRoute, record: SessionRecord, key: Key, job: SendJob, *, copy: bool
     ) -> bool:
-        """Send one message when the window has a place for it.
+        """Send one message if there is credit for it; never waits for a peer.
 
         Args:
-            way: where to.
+            route: where to.
+            record: of its session.
             key: what it is.
             job: its header and payload.
             copy: the caller may overwrite the payload as soon as this returns.
-            deadline: for the place; None: do not wait, start it when a place is free.
 
         Returns:
-            Whether it waited for an answer of the peer, and got one.
+            Whether there was; else nothing has happened.
 
         Raises:
-            DeadlineError: no place came free.
             PeerClosedError: the peer has left the session or closed.
             StagelinkError: the handler failed or was closed, or an observer failed.
         """
+        plane, window = self._plane, route.window
         try:
-            return self._send(way, key, job, copy=copy, deadline=deadline)
+            plane.check()
+            plane.reader.touch()
+            if self._trace is not None:
+                job.header = job.header._replace(trace=self._trace(route.link.link, job.header))
+            payload = job.payload
+            inline = b"" if payload is None else payload if type(payload) is bytes else None
+            with plane.lock:
+                if route.peer in plane.gone or route.peer in record.ended:
+                    self._sessions.check_peer(route.peer, key, _undelivered(route, window, key))
+                if not window.try_admit(key.session, key.microbatch):
+                    return False
+                if inline is not None:
+                    plane.post(route.peer, job.header, b"", inline)
+                else:
+                    window.starting(key.session, key.microbatch)
+            if inline is not None:
+                job.payload, job.finished = None, True
+                counters = route.counters
+                counters.messages += 1
+                counters.inline_messages += 1
+                counters.payload_bytes += job.header.payload_bytes
+                if self._observe is not None:
+                    self._observe("send", route.link.link, job.header, 0.0, time.monotonic())
+            else:
+                self._start_admitted(route, window, key, job, copy=copy)
         except BaseException as error:
-            self._plane.failure.interrupted(error)  # it may have a place, and would never start
+            plane.failure.interrupted(error)  # it may have credit, and would never start
+            raise
+        return True
+
+    def send(
+        self, route: OutRoute, key: Key, job: SendJob, deadline: Deadline, *, copy: bool
+    ) -> None:
+        """Wait for credit, and send one message for which there was none; as `send_nowait`.
+
+        Raises:
+            DeadlineError: no credit came.
+        """
+        window = route.window
+        try:
+            waited_s = self._wait_credit(route, window, key, deadline)
+            self._start_admitted(route, window, key, job, copy=copy, waited_s=waited_s)
+        except BaseException as error:
+            self._plane.failure.interrupted(error)
             raise
 
-    def _send(
-        self, way: WayOut, key: Key, job: SendJob, *, copy: bool, deadline: Deadline | None
-    ) -> bool:
-        self._plane.check()
-        self._plane.reader.touch()
-        if self._trace is not None:
-            job.header = job.header._replace(trace=self._trace(way.link.link, job.header))
-        window = way.window
-        waits = not (window is None or self._place_now(way, window, key))
-        if window is None:
-            self.on_answer(way.peer, key)
-            self._answer(way, job, copy=copy)
-        elif not waits:
-            self._start_admitted(way, window, key, job, copy=copy)
-        elif deadline is None:
-            self._park(way, window, key, job, copy=copy)
-        else:
-            waited_s = self._wait_place(way, window, key, deadline)
-            self._start_admitted(way, window, key, job, copy=copy, waited_s=waited_s)
-        return waits and deadline is not None
+    def park(self, route: OutRoute, key: Key, job: SendJob, *, copy: bool) -> None:
+        """Keep one message for which there was no credit, and start it when there is."""
+        window = route.window
+        try:
+            route.link.detach(job, copy=copy)
+            start = partial(self._start_admitted, route, window, key, job, copy=False)
+            with self._plane.lock:
+                # Credit may have come since; then nobody would start what is parked now.
+                admitted = self._admit(route, window, key)
+                if not admitted:
+                    window.park(key.session, key.microbatch, start)
+            if admitted:
+                start()
+        except BaseException as error:
+            self._plane.failure.interrupted(error)
+            raise
 
-    def _wait_place(self, way: WayOut, window: Window, key: Key, deadline: Deadline) -> float:
+    def _wait_credit(self, route: OutRoute, window: Window, key: Key, deadline: Deadline) -> float:
         began = time.monotonic()
-        awaited = Awaited(way.peer, lambda: f"a place for {way.edge.name!r}, {key}")
-        if not self._plane.wait(partial(self._place_now, way, window, key), deadline, awaited):
+        awaited = Awaited(route.peer, lambda: f"credit for {route.edge.name!r}, {key}")
+        if not self._plane.wait(partial(self._admit, route, window, key), deadline, awaited):
             why = self._plane.chain.explain(awaited)
             raise DeadlineError(
-                f"rank {self._plane.rank}: no place for {key} of edge {way.edge.name!r} to rank "
-                f"{way.peer} within {deadline.seconds:g} s: the window of {window.size} is taken "
-                f"by microbatches {window.outstanding()}, which rank {way.peer} has not answered; "
-                "a place is free again when its gradient has been taken by recv_grad here, or its "
-                f"tensor by recv there; does each rank follow session.actions?{why}"
+                f"rank {self._plane.rank}: no credit for {key} of edge {route.edge.name!r} to "
+                f"rank {route.peer} within {deadline.seconds:g} s: the window of {window.size} is "
+                f"full of microbatches {window.outstanding()}, which rank {route.peer} has not "
+                "answered; credit comes back when the gradient of one has been taken by recv_grad "
+                "here, or its tensor by recv there; does each rank follow session.actions?"
+                f"{why}"
             )
         waited = time.monotonic() - began
-        way.counters.window_wait_s += waited
+        route.counters.window_wait_s += waited
         return waited
 
-    def _place_now(self, way: WayOut, window: Window, key: Key) -> bool:
-        with self._plane.lock:
-            if self._presence.lost(way.peer, key):
-                self._presence.check_peer(way.peer, key, self._undelivered(way, window, key))
-            if window.open:
-                window.admit(key.session, key.microbatch)
-                return True
+    def _admit(self, route: OutRoute, window: Window, key: Key) -> bool:
+        """Take credit if there is some; with the plane's lock held."""
+        if self._sessions.lost(route.peer, key):
+            self._sessions.check_peer(route.peer, key, _undelivered(route, window, key))
+        if not window.try_admit(key.session, key.microbatch):
             return False
-
-    @staticmethod
-    def _undelivered(way: WayOut, window: Window, key: Key) -> str:
-        lost = window.outstanding(key.session)
-        those = "1 earlier message" if len(lost) == 1 else f"{len(lost)} earlier messages"
-        return (
-            f"{key} of edge {way.edge.name!r} was not sent, and {those} of this edge "
-            f"{'is' if len(lost) == 1 else 'are'} still unacknowledged"
-            f"{f' (microbatches {lost})' if lost else ''}"
-        )
-
-    def _park(self, way: WayOut, window: Window, key: Key, job: SendJob, *, copy: bool) -> None:
-        way.link.detach(job, copy=copy)
-        start = partial(self._start_admitted, way, window, key, job, copy=False)
-        with self._plane.lock:
-            # A place may have come free since; then nobody would start what is parked now.
-            place = self._place_now(way, window, key)
-            if not place:
-                window.park(key.session, key.microbatch, start)
-        if place:
-            start()
-
-    def _answer(self, way: WayOut, job: SendJob, *, copy: bool) -> None:
-        """Start a gradient, unless its peer has said goodbye and nobody asks for it there."""
-        with self._plane.lock:
-            wanted = way.peer not in self._plane.gone
-            self._answering[way.peer] += wanted
-        if not wanted:
-            job.payload = None
-            job.finished = True
-            return
-        try:
-            self._start(way, job, copy=copy)
-        finally:
-            with self._plane.lock:
-                self._answering[way.peer] -= 1
-            self._go_on_parting(way.peer)
-
-    def _go_on_parting(self, peer: int) -> None:
-        if peer in self._plane.gone:  # and waits for the last of what it gets
-            self._plane.part(peer)
+        window.starting(key.session, key.microbatch)
+        return True
 
     def _start_admitted(
         self,
-        way: WayOut,
+        route: OutRoute,
         window: Window,
         key: Key,
         job: SendJob,
@@ -228,40 +205,130 @@ class Outgoing:
         waited_s: float | None = None,
     ) -> None:
         try:
-            if waited_s is not None:
-                self._event("wait_window", way, job.header, waited_s)
-            self._start(way, job, copy=copy)
+            if waited_s is not None and self._observe is not None:
+                now = time.monotonic()
+                self._observe("wait_window", route.link.link, job.header, waited_s, now)
+            self._start(route, job, copy=copy)
         finally:
             with self._plane.lock:
                 window.started(key.session, key.microbatch)
-            self._go_on_parting(way.peer)
+            self._go_on_parting(route.peer)
+
+    def _start(self, route: OutRoute, job: SendJob, *, copy: bool) -> None:
+        payload = job.payload
+        if payload is None or isinstance(payload, bytes):
+            self._plane.post(route.peer, job.header, payload=payload or b"")
+            job.payload, job.finished = None, True
+            route.counters.inline_messages += 1
+        else:
+            try:
+                route.link.submit(job, copy=copy)
+            except StagelinkError as error:
+                self._plane.failure.raise_blamed(error, route.peer)
+        route.counters.messages += 1
+        route.counters.payload_bytes += job.header.payload_bytes
+        if self._observe is not None:
+            self._observe("send", route.link.link, job.header, 0.0, time.monotonic())
+
+    def _go_on_parting(self, peer: int) -> None:
+        if peer in self._plane.gone:  # and waits for the last of what it gets
+            self._plane.part(peer)
+
+    # -- credit that comes back
+
+    def release(self, route: OutRoute, session: int, microbatch: int) -> None:
+        """A message is answered: give its credit back, and start what was parked for it."""
+        with self._plane.lock:
+            starts = route.window.release(session, microbatch)
+        if starts and self._plane.failure.error is None:  # else nobody takes in what is sent
+            for start in starts:
+                start()
+        self._plane.changed()
 
     def _flush(self, peer: int) -> None:
         """A peer has said goodbye: what is parked for it goes now, as nothing is kept there."""
-        for way in self.ways.values():
-            if way.peer == peer and way.window is not None:
-                with self._plane.lock:
-                    starts = way.window.release_all()
-                for start in starts:
-                    start()
+        for route in self._wiring.towards.get(peer, ()):
+            with self._plane.lock:
+                starts = route.window.release_all()
+            for start in starts:
+                start()
 
-    def _start(self, way: WayOut, job: SendJob, *, copy: bool) -> None:
-        payload = job.payload
-        if not isinstance(payload, torch.Tensor):
-            self._plane.post(way.peer, job.header, payload=payload or b"")
-            job.payload = None
-            job.finished = True
-            way.counters.inline_messages += 1
-        else:
+    def check_sent(self, route: OutRoute, header: Header, microbatch: int) -> None:
+        """Hold an answer against what waits for one.
+
+        Raises:
+            ProtocolError: there was nothing to answer.
+        """
+        if not route.window.holds(header.session, microbatch):
+            raise ProtocolError(
+                f"rank {route.peer}: {header.kind.name} for microbatch {microbatch} (session "
+                f"{header.session}) of edge {route.edge.name!r}, which holds no credit: it was "
+                "not sent, or has been answered"
+            )
+
+    def _on_credit(self, peer: int, frame: Frame) -> None:
+        header, note = frame.header, frame.note
+        route = self._wiring.out.get((header.edge, Direction.FORWARD, peer))
+        if route is None:
+            raise ProtocolError(
+                f"rank {peer}: CREDIT for edge {header.edge}, which does not go there"
+            )
+        self.check_sent(route, header, header.microbatch)
+        self.release(route, header.session, header.microbatch)
+        if not note:
+            return
+        if len(note) % _MICROBATCH.size:
+            raise ProtocolError(f"rank {peer}: CREDIT with a note of {len(note)} bytes")
+        for (microbatch,) in _MICROBATCH.iter_unpack(note):
+            self.check_sent(route, header, microbatch)
+            self.release(route, header.session, microbatch)
+
+    def give_credit(self, edge: int, peer: int, session: int, microbatch: int, *more: int) -> None:
+        """Tell a peer that it may send as many messages more as are answered by this."""
+        header = tuple.__new__(
+            Header,
+            (MessageKind.CREDIT, Direction.BACKWARD, 0, session, edge, microbatch,
+             0, 0, 0, 0, 0, 0, (), NO_TRACE),
+        )  # fmt: skip
+        note = b"".join(map(_MICROBATCH.pack, more)) if more else b""
+        self._plane.post(peer, header, note)
+
+    # -- back, without credit
+
+    def answer(self, route: OutRoute, key: Key, job: SendJob, *, copy: bool) -> None:
+        """Send a gradient, unless its peer has said goodbye and nobody asks for it there.
+
+        Raises:
+            StagelinkError: as `send_nowait`.
+        """
+        plane, peer = self._plane, route.peer
+        try:
+            plane.check()
+            plane.reader.touch()
+            if self._trace is not None:
+                job.header = job.header._replace(trace=self._trace(route.link.link, job.header))
+            if route.answers is not None:
+                route.answers.window.free(key.session, key.microbatch)
+            with plane.lock:
+                wanted = peer not in plane.gone
+                self._answering[peer] += wanted
+            if not wanted:
+                job.payload = None
+                job.finished = True
+                return
             try:
-                way.link.submit(job, copy=copy)
-            except StagelinkError as error:
-                self._plane.failure.raise_blamed(error, way.peer)
-        way.counters.messages += 1
-        way.counters.payload_bytes += job.header.payload_bytes
-        self._event("send", way, job.header, 0.0)
+                self._start(route, job, copy=copy)
+            finally:
+                with plane.lock:
+                    self._answering[peer] -= 1
+                self._go_on_parting(peer)
+        except BaseException as error:
+            plane.failure.interrupted(error)
+            raise
 
-    def wait_sent(self, sent: Sequence[tuple[WayOut, SendJob]], deadline: Deadline) -> None:
+    # -- both
+
+    def wait_sent(self, sent: Sequence[tuple[OutRoute, SendJob]], deadline: Deadline) -> None:
         """Block until the memory of what was sent is the caller's again.
 
         Raises:
@@ -269,9 +336,9 @@ class Outgoing:
             PeerClosedError: a receiver has gone before it got what was sent to it.
         """
 
-        def finished(way: WayOut, job: SendJob) -> bool:
+        def finished(route: OutRoute, job: SendJob) -> bool:
             return job.finished or self._plane.check_reached(
-                way.peer, f"room for {way.edge.name!r} of microbatch {job.header.microbatch}"
+                route.peer, f"room for {route.edge.name!r} of microbatch {job.header.microbatch}"
             )
 
         if not self._plane.wait(lambda: all(finished(*one) for one in sent), deadline):
@@ -280,52 +347,30 @@ class Outgoing:
                 f"{deadline.seconds:g} s"
             )
 
-    def refuse(self, way: WayOut, key: Key, text: str) -> None:
-        """Tell the peer that this message cannot be sent, and why; it takes no place."""
-        header = Header(
-            MessageKind.REFUSED,
-            key.direction,
-            session=key.session,
-            edge=key.edge,
-            microbatch=key.microbatch,
-        )
-        self._plane.post(way.peer, header, text[:_MAX_TEXT].encode())
+    def refused(self, routes: Sequence[OutRoute], key: Key, error: MessageError) -> MessageError:
+        """Tell the peers that a message cannot be sent, and why; it takes no credit.
 
-    def release(self, way: WayOut, session: int, microbatch: int) -> None:
-        """A message is answered: free its place, and start what was parked for it."""
-        if way.window is None:
-            return
-        with self._plane.lock:
-            starts = way.window.release(session, microbatch)
-        if self._plane.failure.error is None:  # else nobody takes in what is sent
-            for start in starts:
-                start()
-        self._plane.changed()
-
-    def check_sent(self, way: WayOut, header: Header) -> None:
-        """Hold an answer against what waits for one.
-
-        Raises:
-            ProtocolError: there was nothing to answer.
+        Returns:
+            The error for the caller, with the same text.
         """
-        window = way.window
-        if window is None or not window.holds(header.session, header.microbatch):
-            raise ProtocolError(
-                f"rank {way.peer}: {header.kind.name} for microbatch {header.microbatch} (session "
-                f"{header.session}) of edge {way.edge.name!r}, which has no place in the window: "
-                "it was not sent, or has been answered"
-            )
+        text = f"rank {self._plane.rank}: {key} of edge {routes[0].edge.name!r}: {error}"
+        header = Header(
+            MessageKind.REFUSED, key.direction, session=key.session, microbatch=key.microbatch
+        )
+        for route in routes:
+            own = header._replace(edge=route.edge.index)
+            self._plane.post(route.peer, own, text[:_MAX_TEXT].encode())
+        return type(error)(text)
 
-    def _on_credit(self, peer: int, frame: Frame) -> None:
-        header = frame.header
-        way = self.ways.get((header.edge, Direction.FORWARD, peer))
-        if way is None:
-            raise ProtocolError(
-                f"rank {peer}: CREDIT for edge {header.edge}, which does not go there"
-            )
-        self.check_sent(way, header)
-        self.release(way, header.session, header.microbatch)
 
-    def _event(self, name: EventName, way: WayOut, header: Header, seconds: float) -> None:
-        if self._observe is not None:
-            self._observe(name, way.link.link, header, seconds, time.monotonic())
+def _undelivered(route: OutRoute, window: Window, key: Key) -> str:
+    lost = window.outstanding(key.session)
+    those = "1 earlier message" if len(lost) == 1 else f"{len(lost)} earlier messages"
+    return (
+        f"{key} of edge {route.edge.name!r} was not sent, and {those} of this edge "
+        f"{'is' if len(lost) == 1 else 'are'} still unacknowledged"
+        f"{f' (microbatches {lost})' if lost else ''}"
+    )
+
+
+_MICROBATCH = struct.Struct("<q")

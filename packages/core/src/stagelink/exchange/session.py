@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Self
 
-from stagelink.arguments import COUNT, FLAG, SECONDS, expect, is_a
-from stagelink.deadline import Deadline
-from stagelink.errors import MessageError, UsageError
-from stagelink.exchange.envelope import Terms, check_contract, check_gradient, seal, unseal
-from stagelink.exchange.handles import RecvHandle, SendHandle
-from stagelink.exchange.marks import Marks
-from stagelink.exchange.presence import STOPPED
-from stagelink.exchange.routes import Routes
-from stagelink.links.arrival import Arrival, Key
-from stagelink.links.out_link import SendJob
-from stagelink.schedule import UNTIL_END, rank_for
-from stagelink.transport.header import Direction, Header
-from stagelink.transport.lanes import device_here
-from stagelink.transport.modes import outside_modes
+import torch
+
+from stagelink.exchange.sessions import STOPPED
+from stagelink.exchange.traffic import Traffic
+from stagelink.schedule import actions_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    import torch
+    from stagelink.exchange.engine import Engine
+    from stagelink.exchange.handles import RecvHandle, SendHandle
+    from stagelink.exchange.sessions import Opening, SessionRecord
+    from stagelink.schedule import Action, Mode
 
-    from stagelink.exchange.mail import Mail
-    from stagelink.exchange.opening import Mode, Opening
-    from stagelink.links.ways import WayIn, WayOut
-    from stagelink.plan import Limits, Plan
-    from stagelink.schedule import Action
-
-__all__ = ["Session"]
+__all__ = ["Session", "session_class"]
 
 
 class Session:
@@ -55,37 +44,46 @@ class Session:
             `has` before each forward.
         warm_up: forwards of this stage ahead of its first backward.
         open: whether it has not been left.
-        keeps: what must not be dropped while the session is there.
     """
 
     def __init__(
         self,
-        number: int,
+        engine: Engine,
+        record: SessionRecord,
         opening: Opening,
-        place: tuple[Plan, int],
-        mail: Mail,
+        warm_up: int,
+        actions: Sequence[Action] | None,
+        keeps: object,
     ) -> None:
-        self._plan, self._rank = place
-        self.number = number
+        self.number = record.number
         self.mode: Mode = opening.mode
-        self.microbatches = opening.microbatches
         self.items = opening.items
-        self.actions: Iterable[Action] = ()
-        self.warm_up = 0
-        self._routes = Routes(self._plan, self._rank, mail, self.microbatches)
-        self.mine = self._routes.mine
-        device = device_here(self._plan.stage_of(self._rank).device)
-        self._terms = Terms(self.mode == "train", mail.out.inline_bytes, device)
-        self._mail = mail
-        self._limits: Limits = self._plan.limits
-        self.open = True
-        self.keeps: object = None
-        self._had_message = False
-        self._sent: defaultdict[int, Marks] = defaultdict(Marks)
-        self._highest = -1
-        self._returning: set[tuple[int, int]] = set()
-        self._taken: defaultdict[tuple[int, Direction], Marks] = defaultdict(Marks)
-        self._owed: dict[tuple[int, int], Header] = {}
+        self.warm_up = warm_up
+        self._engine = engine
+        self._record = record
+        self._keeps = keeps
+        self._traffic = Traffic(engine, record, opening.mode, opening.microbatches)
+        if actions is None:
+            plan, own = engine.plan, takewhile(self.has, self.mine)
+            stage = plan.stage_of(engine.rank)
+            self.actions: Iterable[Action] = actions_of(plan, stage, own, warm_up, self.mode)
+        else:
+            self.actions = actions
+
+    @property
+    def microbatches(self) -> int:
+        """How many there are in the whole pipeline; see the class."""
+        return self._traffic.microbatches
+
+    @property
+    def mine(self) -> Sequence[int]:
+        """Ids of the microbatches that this replica handles; see the class."""
+        return self._traffic.mine
+
+    @property
+    def open(self) -> bool:
+        """Whether it has not been left."""
+        return self._traffic.open
 
     def __enter__(self) -> Self:
         return self
@@ -110,19 +108,12 @@ class Session:
         self._leave(STOPPED)
 
     def _leave(self, why: str) -> None:
-        self.open = False
-        owed = []
-        for edge, microbatch in self._owed:
-            source = self._plan.stages[self._plan.edges[edge].source]
-            key = Key(self.number, edge, Direction.FORWARD, microbatch)
-            owed.append((rank_for(source, microbatch), key))
-        self._owed.clear()
-        self._mail.leave(self.number, owed, why)
+        self._engine.leave_session(self.number, self._traffic.leave(), why)
 
     @property
     def stopped(self) -> bool:
         """Whether a peer has stopped this session; who sees it calls `stop`, for its own peers."""
-        return self._mail.stopped(self.number)
+        return self._record.stopped
 
     # -- the end of the data
 
@@ -137,18 +128,7 @@ class Session:
         Args:
             microbatch: one of `mine`, should the session have it.
         """
-        self._check_open()
-        if not is_a(microbatch, int):
-            expect(f"rank {self._rank}", "a microbatch", microbatch, COUNT)
-        if self.microbatches == UNTIL_END:
-            for way in self._routes.all_incoming(microbatch):
-                key = Key(self.number, way.edge.index, Direction.FORWARD, microbatch)
-                if not self._has_taken(key):
-                    self._mail.into.wait_announced(way, key, self._ends)
-            self._learn_end()
-            if self.stopped:
-                return False
-        return 0 <= microbatch < self.microbatches
+        return self._traffic.has(microbatch)
 
     def end(self, microbatches: int) -> None:
         """The data have run out: the session has so many microbatches in the whole pipeline.
@@ -159,32 +139,7 @@ class Session:
             UsageError: the number does not cover what was sent, or the end is known already.
             DisagreementError: another rank said another number.
         """
-        self._check_open()
-        if self.microbatches != UNTIL_END:
-            raise UsageError(
-                f"rank {self._rank}: session {self.number} has {self.microbatches} microbatches "
-                "already; only one that was opened with UNTIL_END is ended so"
-            )
-        if self._plan.inputs(self._plan.stage_of(self._rank).index):
-            raise UsageError(
-                f"rank {self._rank}: only a stage that receives nothing knows where the data end"
-            )
-        if type(microbatches) is not int or not self._highest < microbatches < UNTIL_END:
-            raise UsageError(
-                f"rank {self._rank}: microbatches must be a whole number above those that were "
-                f"sent, from {self._highest + 1}, not {microbatches!r}"
-            )
-        self._mail.endings.tell(self.number, microbatches)
-        self._learn_end()
-
-    def _ends(self) -> bool:
-        return self.stopped or self._mail.endings.known(self.number) is not None
-
-    def _learn_end(self) -> None:
-        known = self._mail.endings.known(self.number)
-        if known is not None:
-            self.microbatches = known
-            self.mine = self._routes.end(known)
+        self._traffic.end(microbatches)
 
     # -- activations
 
@@ -222,8 +177,7 @@ class Session:
             PeerClosedError: a receiver left the session or closed.
             UsageError: a name or microbatch that is not this rank's to send, or sent before.
         """
-        deadline = self._deadline(deadline_s)
-        return self._send_forward(name, tensor, microbatch, copy=copy, deadline=deadline)
+        return self._traffic.send(name, tensor, microbatch, deadline_s, copy=copy, waits=True)
 
     def isend(
         self, name: str, tensor: torch.Tensor | None, microbatch: int, *, copy: bool = True
@@ -233,7 +187,7 @@ class Session:
         It starts when the receiver has answered one before it, be it after this session was left.
         With ``copy=False`` the tensor must stay as it is until then, see the handle.
         """
-        return self._send_forward(name, tensor, microbatch, copy=copy, deadline=None)
+        return self._traffic.send(name, tensor, microbatch, None, copy=copy, waits=False)
 
     def recv(
         self, name: str, microbatch: int, *, deadline_s: float | None = None
@@ -260,15 +214,12 @@ class Session:
             UsageError: a name or microbatch that is not this rank's to receive, or received
                 before.
         """
-        way, key = self._incoming(name, microbatch)
-        return self._recv_forward(way, key, deadline_s)
+        route, key = self._traffic.in_route(name, microbatch)
+        return self._traffic.recv(route, key, deadline_s)
 
     def irecv(self, name: str, microbatch: int) -> RecvHandle:
         """As `recv`, with a handle to wait on."""
-        way, key = self._incoming(name, microbatch)
-        return RecvHandle(
-            partial(self._mail.into.here, way, key), partial(self._recv_forward, way, key)
-        )
+        return self._traffic.irecv(name, microbatch)
 
     # -- gradients
 
@@ -295,19 +246,7 @@ class Session:
             MessageError: shape or dtype differ from the tensor's; the peer is told.
             UsageError: the tensor was not received, takes no gradient, or has been answered.
         """
-        if not is_a(copy, bool):
-            expect(f"rank {self._rank}", "copy", copy, FLAG)
-        way_in, key = self._incoming(name, microbatch)
-        like = self._owed.get((key.edge, microbatch))
-        if like is None:
-            self._check_nothing_owed(name, key, gradient)
-            return self._sent_by((), ())
-        way = self._mail.out.ways[key.edge, Direction.BACKWARD, way_in.peer]
-        back = key._replace(direction=Direction.BACKWARD)
-        job = self._job([way], back, gradient, partial(check_gradient, like))
-        del self._owed[key.edge, microbatch]
-        self._mail.out.send(way, back, job, copy=copy, deadline=None)
-        return self._sent_by((way,), (job,))
+        return self._traffic.send_grad(name, gradient, microbatch, copy=copy)
 
     def isend_grad(
         self, name: str, gradient: torch.Tensor | None, microbatch: int, *, copy: bool = True
@@ -333,180 +272,31 @@ class Session:
             DeadlineError, RefusedError, PeerClosedError: as for `recv`.
             UsageError: the tensor was not sent, or its gradient was received before.
         """
-        keys = self._gradient_keys(name, microbatch)
-        return self._recv_backward(keys, deadline_s)
+        traffic = self._traffic
+        return traffic.recv_grad(traffic.gradients(name, microbatch), deadline_s)
 
     def irecv_grad(self, name: str, microbatch: int) -> RecvHandle:
         """As `recv_grad`, with a handle to wait on."""
-        keys = self._gradient_keys(name, microbatch)
-        awaited = [(w, key) for w, key in keys if (key.edge, microbatch) in self._returning]
+        return self._traffic.irecv_grad(name, microbatch)
 
-        def ready() -> bool:
-            return all(self._mail.into.here(way, key) for way, key in awaited)
 
-        return RecvHandle(ready, partial(self._recv_backward, keys))
+# -- for torch.compile, which breaks its graph at these calls and does not look into them
 
-    # -- inside
+_CALLS = (
+    "send", "isend", "recv", "irecv", "send_grad", "isend_grad", "recv_grad", "irecv_grad",
+    "has", "end", "leave",
+)  # fmt: skip
 
-    def _send_forward(
-        self,
-        name: str,
-        tensor: torch.Tensor | None,
-        microbatch: int,
-        *,
-        copy: bool,
-        deadline: Deadline | None,
-    ) -> SendHandle:
-        if not is_a(copy, bool):
-            expect(f"rank {self._rank}", "copy", copy, FLAG)
-        ways = self._outgoing(name, microbatch)
-        edge = ways[0].edge
-        self._mail.endings.check(self.number, microbatch)
-        key = Key(self.number, edge.index, Direction.FORWARD, microbatch)
-        check = partial(check_contract, edge) if edge.tensor.has_contract else None
-        job = self._job(ways, key, tensor, check)
-        header = job.header
-        jobs = [job]
-        for way in ways[1:]:
-            # Every consumer's message is the same but for its edge, and for where it is carried.
-            if way.link.lane.device == ways[0].link.lane.device:
-                same = header._replace(edge=way.edge.index)
-                jobs.append(SendJob(same, job.payload, private=job.private))
-            else:
-                jobs.append(self._job([way], key._replace(edge=way.edge.index), tensor, check))
-        for way, own in zip(ways, jobs, strict=True):
-            key = key if own is job else key._replace(edge=way.edge.index)
-            if self._mail.out.send(way, key, own, copy=copy, deadline=deadline):
-                self._had_message = True
-            self._sent[key.edge].add(self.mine.index(microbatch))
-            self._highest = max(self._highest, microbatch)
-            if header.requires_grad:
-                self._returning.add((key.edge, microbatch))
-        return self._sent_by(ways, jobs)
 
-    def _job(
-        self,
-        ways: Sequence[WayOut],
-        key: Key,
-        tensor: torch.Tensor | None,
-        check: Callable[[torch.Tensor], None] | None,
-    ) -> SendJob:
-        try:
-            return seal(ways, key, tensor, check, self._terms)
-        except MessageError as error:
-            text = f"rank {self._rank}: {key} of edge {ways[0].edge.name!r}: {error}"
-            for way in ways:
-                self._mail.out.refuse(way, key._replace(edge=way.edge.index), text)
-            raise type(error)(text) from error
+def session_class() -> type[Session]:
+    """`Session`, or where the compiler is loaded a subclass whose calls it leaves alone.
 
-    def _recv_forward(self, way: WayIn, key: Key, deadline_s: float | None) -> torch.Tensor | None:
-        self._check_not_taken(way, key)
-        arrival = self._receive(way, key, self._deadline(deadline_s))
-        if arrival.header.requires_grad:
-            self._owed[key.edge, key.microbatch] = arrival.header
-        else:
-            self._mail.into.post_credit(way.peer, key)
-        tensor = unseal(arrival, self._terms)
-        if tensor is not None and arrival.header.requires_grad:
-            with outside_modes():
-                tensor.requires_grad_()
-        return tensor
+    The compiler takes more than a second to load, so nobody is made to load it for this.
+    """
+    return _left_alone() if "torch._dynamo" in sys.modules else Session
 
-    def _recv_backward(
-        self, keys: Sequence[tuple[WayIn, Key]], deadline_s: float | None
-    ) -> torch.Tensor | None:
-        deadline = self._deadline(deadline_s)
-        for way, key in keys:
-            self._check_not_taken(way, key)
-        awaited = [(w, k) for w, k in keys if (k.edge, k.microbatch) in self._returning]
-        if len(awaited) > 1:
-            for way, key in awaited:
-                # All are here before one is taken: what is taken cannot be asked for again.
-                self._mail.into.wait_whole(way, key, deadline)
-        total: torch.Tensor | None = None
-        for way, key in awaited:
-            gradient = unseal(self._receive(way, key, deadline), self._terms)
-            forward = self._mail.out.ways[key.edge, Direction.FORWARD, way.peer]
-            self._mail.out.release(forward, self.number, key.microbatch)
-            self._returning.remove((key.edge, key.microbatch))
-            if gradient is not None:
-                with outside_modes():
-                    total = gradient if total is None else total.add_(gradient)
-        return total
 
-    def _receive(self, way: WayIn, key: Key, deadline: Deadline) -> Arrival:
-        arrival = self._mail.into.receive(way, key, deadline)
-        self._had_message = True
-        self._taken[key.edge, key.direction].add(self.mine.index(key.microbatch))
-        return arrival
-
-    def _has_taken(self, key: Key) -> bool:
-        return self.mine.index(key.microbatch) in self._taken[key.edge, key.direction]
-
-    def _check_not_taken(self, way: WayIn, key: Key) -> None:
-        self._check_open()
-        if self._has_taken(key):
-            raise UsageError(
-                f"rank {self._rank}: {key} of edge {way.edge.name!r} was received before"
-            )
-
-    def _deadline(self, deadline_s: float | None) -> Deadline:
-        if deadline_s is not None:
-            expect(f"rank {self._rank}", "deadline_s", deadline_s, SECONDS)
-            return Deadline(deadline_s)
-        limits = self._limits
-        return Deadline(limits.deadline_s if self._had_message else limits.first_deadline_s)
-
-    def _sent_by(self, ways: Sequence[WayOut], jobs: Sequence[SendJob]) -> SendHandle:
-        def wait(jobs: Sequence[SendJob], deadline_s: float | None) -> None:
-            sent = [*zip(ways, jobs, strict=True)]
-            self._mail.out.wait_sent(sent, self._deadline(deadline_s))
-
-        return SendHandle(jobs, wait)
-
-    def _check_open(self) -> None:
-        if not self.open:
-            raise UsageError(f"rank {self._rank}: session {self.number} was left")
-
-    def _outgoing(self, name: str, microbatch: int) -> list[WayOut]:
-        self._check_open()
-        ways = self._routes.outgoing(name, microbatch)
-        # Where one of several consumers left no place, a second try is for that one only.
-        place = self.mine.index(microbatch)
-        unsent = [way for way in ways if place not in self._sent[way.edge.index]]
-        if not unsent:
-            raise UsageError(
-                f"rank {self._rank}: {name!r} of microbatch {microbatch} was sent before"
-            )
-        return unsent
-
-    def _incoming(self, name: str, microbatch: int) -> tuple[WayIn, Key]:
-        self._check_open()
-        way = self._routes.incoming(name, microbatch)
-        return way, Key(self.number, way.edge.index, Direction.FORWARD, microbatch)
-
-    def _gradient_keys(self, name: str, microbatch: int) -> list[tuple[WayIn, Key]]:
-        self._check_open()
-        ways = self._routes.outgoing(name, microbatch)
-        place = self.mine.index(microbatch)
-        if any(place not in self._sent[way.edge.index] for way in ways):
-            raise UsageError(
-                f"rank {self._rank}: {name!r} of microbatch {microbatch} was not sent in this "
-                "session, so no gradient comes back for it"
-            )
-        return [
-            (way, Key(self.number, way.edge.index, Direction.BACKWARD, microbatch))
-            for way in self._routes.gradients(name, microbatch)
-        ]
-
-    def _check_nothing_owed(self, name: str, key: Key, gradient: torch.Tensor | None) -> None:
-        if not self._has_taken(key):
-            raise UsageError(
-                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} was not received in "
-                "this session, so it has no gradient to send"
-            )
-        if gradient is not None:
-            raise UsageError(
-                f"rank {self._rank}: {name!r} of microbatch {key.microbatch} takes no gradient: "
-                "it was answered before, or its sender's tensor did not require one"
-            )
+@cache
+def _left_alone() -> type[Session]:
+    calls = {name: torch.compiler.disable(getattr(Session, name)) for name in _CALLS}
+    return type(Session.__name__, (Session,), {"__doc__": Session.__doc__, **calls})

@@ -1,16 +1,15 @@
-"""What a message is at its receiver, and what it is found by."""
+"""An incoming message and its matching key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagelink.transport.header import Direction
 
 if TYPE_CHECKING:
     import torch
 
-    from stagelink.links.in_link import InLink
     from stagelink.transport.header import Header
     from stagelink.transport.lanes import Moment
 
@@ -39,7 +38,6 @@ class Arrival:
         peer: who sent it.
         on_complete: called with this arrival when a link has its payload, on the thread that
             finished it; of one that no link carries nobody calls it.
-        link: the link that carries its payload; None when it came inline or has none.
         after: what must be done before anything is written there, on a device with streams.
         buffer: where its receiver wants the payload, flat uint8 of its size; None: wherever.
         moment: when the payload is there, on a device with streams; else None.
@@ -56,7 +54,6 @@ class Arrival:
         "buffer",
         "header",
         "key",
-        "link",
         "moment",
         "on_complete",
         "payload",
@@ -66,13 +63,14 @@ class Arrival:
     )
 
     def __init__(
-        self, header: Header, peer: int, on_complete: Callable[[Arrival], None] | None = None
+        self, header: Header, peer: int, on_complete: Callable[[Any], None] | None = None
     ) -> None:
         self.header = header
-        self.key = Key(header.session, header.edge, header.direction, header.microbatch)
+        self.key = tuple.__new__(
+            Key, (header.session, header.edge, header.direction, header.microbatch)
+        )
         self.peer = peer
         self.on_complete = on_complete
-        self.link: InLink | None = None
         self.after: Moment | None = None
         self.buffer: torch.Tensor | None = None
         self.moment: Moment | None = None

@@ -1,7 +1,7 @@
-"""How many messages of an edge may be under way to one peer, and whose turn it is next.
+"""Credit-based flow control of one edge and peer (back-pressure), at the sender and the receiver.
 
-What was admitted has room at the receiver, so nothing that arrives can block a connection. A place
-is freed when the message's gradient is handed to ``recv_grad``, or, for a message without
+What was admitted has room at the receiver, so nothing that arrives can block a connection. Credit
+comes back when the message's gradient is handed to ``recv_grad``, or, for a message without
 gradient, by the CREDIT that the receiver sends when it hands the tensor over. Counts run across
 sessions: an answer that comes late only lowers them, and what was parked in a session that was
 left still goes.
@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Window"]
+from stagelink.errors import ProtocolError
+
+__all__ = ["PeerWindow", "Window"]
 
 
 class _Parked(NamedTuple):
@@ -23,7 +25,7 @@ class _Parked(NamedTuple):
 
 
 class Window:
-    """Places of one edge towards one peer; used under the plane's lock.
+    """Credit of one edge towards one peer; used under the plane's lock.
 
     Attributes:
         size: how many messages may be outstanding; set anew by each session.
@@ -40,9 +42,20 @@ class Window:
         """Whether a message may be admitted now; parked ones go first."""
         return not self._parked and len(self._outstanding) < self.size
 
-    def admit(self, session: int, microbatch: int) -> None:
-        """Take a place, for a message that is about to start."""
+    def try_admit(self, session: int, microbatch: int) -> bool:
+        """Take credit if there is some, for a message that starts before the lock is released."""
+        if self._parked or len(self._outstanding) >= self.size:
+            return False
         self._outstanding[session, microbatch] = None
+        return True
+
+    def admit(self, session: int, microbatch: int) -> None:
+        """Take credit, for a message that is about to start, until it has `started`."""
+        self._outstanding[session, microbatch] = None
+        self.starting(session, microbatch)
+
+    def starting(self, session: int, microbatch: int) -> None:
+        """A message that was admitted is about to start, until it has `started`."""
         self._starting.add((session, microbatch))
 
     def started(self, session: int, microbatch: int) -> None:
@@ -54,12 +67,12 @@ class Window:
         self._parked.append(_Parked(session, microbatch, start))
 
     def release(self, session: int, microbatch: int) -> list[Callable[[], None]]:
-        """Free a place; what to call now for the parked messages that got one."""
+        """Give credit back; what to call now for the parked messages that got it."""
         self._outstanding.pop((session, microbatch), None)
         return self._unpark(self.size)
 
     def release_all(self) -> list[Callable[[], None]]:
-        """What to call for all that is parked, place or not: the receiver keeps nothing more."""
+        """What to call for all that is parked: the receiver keeps nothing more."""
         return self._unpark(len(self._outstanding) + len(self._parked))
 
     def _unpark(self, size: int) -> list[Callable[[], None]]:
@@ -71,7 +84,7 @@ class Window:
         return starts
 
     def holds(self, session: int, microbatch: int) -> bool:
-        """Whether a message has a place: it was sent, and is not answered."""
+        """Whether a message was sent and is not answered."""
         return (session, microbatch) in self._outstanding
 
     @property
@@ -87,3 +100,67 @@ class Window:
     def outstanding(self, session: int | None = None) -> list[int]:
         """Microbatches that have not been answered, of one session or of all."""
         return [m for s, m in self._outstanding if session is None or s == session]
+
+
+class PeerWindow:
+    """Credit that a peer has on one edge, as seen from here: no peer is trusted to keep to it.
+
+    A message holds credit from its header's arrival until this rank answers it, which is a shorter
+    time than at its sender. So a sender that keeps to its window never has more here. All but
+    `free` is used under the plane's lock.
+
+    Args:
+        edge: its name, for errors.
+        peer: who sends.
+    """
+
+    def __init__(self, edge: str, peer: int) -> None:
+        self._edge = edge
+        self._peer = peer
+        self._size: int | None = None
+        self._session = -1
+        self._unanswered: set[tuple[int, int]] = set()
+
+    def enter(self, session: int, size: int) -> None:
+        """A session begins, with a window of this size. The greatest one so far holds.
+
+        Raises:
+            ProtocolError: the peer has sent more of it, or of those before, than that.
+        """
+        self._session = session
+        self._size = max(size, self._size or 0)
+        if len(self._unanswered) > self._size:
+            self._check(self._size)
+
+    def lift(self) -> None:
+        """Nobody here keeps a message any more: who has some left may send it all."""
+        self._size = None
+
+    def take(self, session: int, microbatch: int) -> None:
+        """A message came.
+
+        Raises:
+            ProtocolError: it came twice, or is one more than the window of its sender.
+        """
+        message = (session, microbatch)
+        if message in self._unanswered:
+            raise ProtocolError(
+                f"rank {self._peer} sent microbatch {microbatch} (session {session}) of edge "
+                f"{self._edge!r} twice"
+            )
+        self._unanswered.add(message)
+        if self._size is not None and len(self._unanswered) > self._size:
+            self._check(self._size)
+
+    def _check(self, size: int) -> None:
+        # Of a session that has not begun here the window is not known: it is looked at then.
+        known = sum(session <= self._session for session, _ in tuple(self._unanswered))
+        if known > size:
+            raise ProtocolError(
+                f"rank {self._peer} sent {known} messages of edge {self._edge!r} without an "
+                f"answer; its window is {size}"
+            )
+
+    def free(self, session: int, microbatch: int) -> None:
+        """A message is about to be answered, or its gradient sent; from any thread."""
+        self._unanswered.discard((session, microbatch))

@@ -9,11 +9,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stagelink.control.framing import decode, encode
 from stagelink.control.meeting import wait_for_ranks
 from stagelink.errors import (
     ClosedError,
-    DisagreementError,
     PeerClosedError,
     ProtocolError,
     StagelinkError,
@@ -23,13 +21,10 @@ from stagelink.links.bound import Bound
 from stagelink.links.in_link import InLink
 from stagelink.links.out_link import OutLink
 from stagelink.links.port import other_end, port_of, post_for
-from stagelink.links.topology import routes_of
-from stagelink.links.ways import WayIn, WayOut
-from stagelink.links.window import Window
-from stagelink.plugins.choice import Choice, choose
+from stagelink.links.route import InRoute, OutRoute, RouteKey
 from stagelink.transport.contract import Link, Receiver, Sender
 from stagelink.transport.events import LinkCounters
-from stagelink.transport.header import Direction, Header, MessageKind
+from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.lanes import HostLane
 
 if TYPE_CHECKING:
@@ -37,11 +32,9 @@ if TYPE_CHECKING:
     from stagelink.control.plane import Plane
     from stagelink.control.rendezvous import Rendezvous
     from stagelink.deadline import Deadline
+    from stagelink.links.agreement import Choices
     from stagelink.links.link_end import LinkEnd
-    from stagelink.links.ways import Ways
     from stagelink.plan import Edge, Plan
-    from stagelink.plugins.choice import Asker
-    from stagelink.plugins.offers import End, Survey
     from stagelink.transport.buffers import BufferPool
     from stagelink.transport.contract import Transport
 
@@ -54,14 +47,16 @@ class Wiring:
     Args:
         plan: the plan.
         rank: this rank.
-        plane: its control plane, whose peers have all been met before `agree`.
-        ways: gets those that messages take.
+        plane: its control plane.
         pool: receive buffers.
         rendezvous: the job's store.
+        on_ready: called with each peer that has opened, or begins to open, its links with this
+            rank; None: `open` waits for all of them.
 
     Attributes:
-        choices: the transport of each (edge index, source rank, target rank) that touches this
-            rank.
+        out: the routes that begin here.
+        into: the routes that end here.
+        towards: the routes that begin here, by peer.
         counters: totals per link.
     """
 
@@ -70,81 +65,32 @@ class Wiring:
         plan: Plan,
         rank: int,
         plane: Plane,
-        ways: Ways,
         pool: BufferPool,
         rendezvous: Rendezvous,
+        on_ready: Callable[[int], None] | None = None,
     ) -> None:
         self.rank = rank
         self.plane = plane
         self.pool = pool
         self.rendezvous = rendezvous
-        self.choices: dict[tuple[int, int, int], Choice] = {}
+        self.out: dict[RouteKey, OutRoute] = {}
+        self.into: dict[RouteKey, InRoute] = {}
+        self.towards: defaultdict[int, list[OutRoute]] = defaultdict(list)
         self.counters: dict[Link, LinkCounters] = {}
         self._plan = plan
-        self._ways = ways
         self._windows: Counter[Link] = Counter()
-        self._theirs: dict[int, dict[str, str]] = {}
         self._ends: dict[Link, LinkEnd] = {}
         self._numbered: dict[int, list[Link]] = {}
         self._openers: list[threading.Thread] = []
         self._bound = Bound.of(plan.limits)
-        self._towards: defaultdict[int, list[WayOut]] = defaultdict(list)
         self._opening: set[int] = set()
         self._ready: set[int] = set()
-        plane.handle(MessageKind.CHOSEN, self._on_chosen)
+        self._tell_ready = self._ready.add if on_ready is None else on_ready
         plane.handle(MessageKind.NOTE, self._on_note)
         plane.handle(MessageKind.READY, self._on_ready)
         plane.failure.on_failure(self._on_failure)
         plane.hold_goodbye(self._busy)
         plane.on_ended(self._on_ended)
-
-    # -- choosing
-
-    def agree(
-        self, ends: Mapping[int, End], found: Survey, ask: Asker, deadline: Deadline
-    ) -> None:
-        """Choose a transport for every route, and make sure that each peer has chosen the same.
-
-        Args:
-            ends: what each peer, and this rank, said of itself.
-            found: this rank's transports.
-            ask: see `stagelink.plugins.choice.asker`.
-            deadline: for the peers' choices.
-
-        Raises:
-            NoTransportError: nothing can carry a route.
-            DisagreementError: a peer chose another.
-        """
-        for edge, source, target in routes_of(self._plan, self.rank):
-            choice = choose(self._plan, edge, ends[source], ends[target], ask)
-            self.choices[edge.index, source, target] = choice
-        self._build(found.transports)
-        # A peer goes on when it has this rank's choice: then what it sends must find its way.
-        mine = {peer: self._chosen_with(peer) for peer in self.plane.peers}
-        for peer, chosen in mine.items():
-            self.plane.post(peer, Header(MessageKind.CHOSEN), encode(chosen))
-        self._wait_for("choice of transports", lambda: mine.keys() - self._theirs.keys(), deadline)
-        for peer, chosen in mine.items():
-            self._compare(peer, chosen, self._theirs[peer])
-
-    def _chosen_with(self, peer: int) -> dict[str, str]:
-        return {
-            f"{self._plan.edges[edge].name} {source}→{target}": choice.transport
-            for (edge, source, target), choice in self.choices.items()
-            if peer in (source, target)
-        }
-
-    def _on_chosen(self, peer: int, frame: Frame) -> None:
-        with self.plane.lock:
-            self._theirs[peer] = decode(frame.note)
-
-    def _compare(self, peer: int, mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-        for route in sorted(mine.keys() | theirs.keys()):
-            if mine.get(route) != theirs.get(route):
-                raise DisagreementError(
-                    f"transport of {route}: {mine.get(route)!r} on rank {self.rank}, "
-                    f"{theirs.get(route)!r} on rank {peer}; are both given the same plugins?"
-                )
 
     # -- building and opening
 
@@ -155,13 +101,27 @@ class Wiring:
             windows: per edge, the most messages that may be in flight between two ranks.
         """
         found: Counter[Link] = Counter()
-        ways: tuple[WayOut | WayIn, ...] = (
-            *self._ways.out.values(),
-            *self._ways.into.values(),
-        )
-        for way in ways:
-            found[way.link.link] += windows[way.edge.index]
+        routes: tuple[OutRoute | InRoute, ...] = (*self.out.values(), *self.into.values())
+        for route in routes:
+            found[route.link.link] += windows[route.edge.index]
         self._windows |= found  # the greater of both, link by link
+
+    def begin(self, session: int, windows: Sequence[int]) -> None:
+        """A session begins, whose windows hold from now on; with the plane's lock held.
+
+        Raises:
+            ProtocolError: a peer has sent more than its window allows.
+        """
+        for out in self.out.values():
+            out.window.size = windows[out.edge.index]
+        for into in self.into.values():
+            into.window.enter(session, windows[into.edge.index])
+        self.enter(windows)
+
+    def lift(self) -> None:
+        """Nobody here keeps a message any more: peers may send whatever is left."""
+        for route in self.into.values():
+            route.window.lift()
 
     def open(self, transports: Mapping[str, Transport], deadline: Deadline) -> None:
         """Open both directions of every link; the pairs of ranks do so side by side.
@@ -200,33 +160,55 @@ class Wiring:
 
     def _on_ready(self, peer: int, frame: Frame) -> None:
         del frame
-        with self.plane.lock:
-            self._ready.add(peer)
+        self._tell_ready(peer)
 
-    def _build(self, transports: Mapping[str, Transport]) -> None:
-        for (edge_index, source, target), choice in self.choices.items():
-            edge = self._plan.edges[edge_index]
-            self._build_way(edge, Direction.FORWARD, choice.link, transports)
-            if edge.tensor.grad:
-                back = Link(target, source, choice.transport, choice.link.device)
-                self._build_way(edge, Direction.BACKWARD, back, transports)
+    def build(self, transports: Mapping[str, Transport], choices: Choices) -> None:
+        """Make this rank's end of every link and route; nothing is opened yet."""
+        for (edge_index, source, target), choice in choices.items():
+            edge, grad = self._plan.edges[edge_index], self._plan.edges[edge_index].tensor.grad
+            transport = transports[choice.transport]
+            back = Link(target, source, choice.transport, choice.link.device)
+            if source == self.rank:
+                sent = self._out_route(edge, choice.link, transport)
+                if grad:
+                    self._in_route(edge, back, transport, sent)
+            else:
+                received = self._in_route(edge, choice.link, transport)
+                if grad:
+                    self._out_route(edge, back, transport, received)
         self._number_links()
 
-    def _build_end(self, link: Link, transports: Mapping[str, Transport]) -> None:
-        if link in self._ends:
-            return
-        transport = transports[link.transport]
-        capabilities = transport.capabilities
-        lane = transport.lane(link) or HostLane(self.pool.take)
-        fail = partial(self.plane.failure.blame, peer=other_end(link, self.rank))
-        changed = self.plane.changed
-        if link.source == self.rank:
-            announce = partial(post_for, self.plane, link, link.target)
-            progress = partial(self._on_progress, link.target)
-            self._ends[link] = OutLink(link, capabilities, announce, lane, progress, fail)
-        else:
-            self._ends[link] = InLink(link, capabilities, lane, self._bound, changed, fail)
-        self.counters[link] = LinkCounters()
+    def _out_route(
+        self, edge: Edge, link: Link, transport: Transport, answers: InRoute | None = None
+    ) -> OutRoute:
+        peer, end = link.target, self._ends.get(link)
+        if not isinstance(end, OutLink):
+            announce = partial(post_for, self.plane, link, peer)
+            progress = partial(self._on_progress, peer)
+            fail = partial(self.plane.failure.blame, peer=peer)
+            lane = transport.lane(link) or HostLane(self.pool.take)
+            end = OutLink(link, transport.capabilities, announce, lane, progress, fail)
+            self._ends[link] = end
+        counters = self.counters.setdefault(link, LinkCounters())
+        route = OutRoute(edge, peer, end, counters, answers)
+        self.out[edge.index, route.direction, peer] = route
+        self.towards[peer].append(route)
+        return route
+
+    def _in_route(
+        self, edge: Edge, link: Link, transport: Transport, answers: OutRoute | None = None
+    ) -> InRoute:
+        peer, end = link.source, self._ends.get(link)
+        if not isinstance(end, InLink):
+            fail = partial(self.plane.failure.blame, peer=peer)
+            lane = transport.lane(link) or HostLane(self.pool.take)
+            changed = self.plane.changed
+            end = InLink(link, transport.capabilities, lane, self._bound, changed, fail)
+            self._ends[link] = end
+        counters = self.counters.setdefault(link, LinkCounters())
+        route = InRoute(edge, peer, end, counters, answers)
+        self.into[edge.index, route.direction, peer] = route
+        return route
 
     def _number_links(self) -> None:
         by_peer: defaultdict[int, list[Link]] = defaultdict(list)
@@ -235,21 +217,6 @@ class Wiring:
         for peer, links in by_peer.items():
             links.sort(key=lambda link: (link.source, link.target, link.transport, link.device))
             self._numbered[peer] = links
-
-    def _build_way(
-        self, edge: Edge, direction: Direction, link: Link, transports: Mapping[str, Transport]
-    ) -> None:
-        self._build_end(link, transports)
-        end, counters = self._ends[link], self.counters[link]
-        peer = other_end(link, self.rank)
-        key = (edge.index, direction, peer)
-        if isinstance(end, OutLink):
-            window = Window() if direction is Direction.FORWARD else None
-            way = WayOut(edge, direction, peer, end, window, counters)
-            self._ways.out[key] = way
-            self._towards[peer].append(way)
-        elif isinstance(end, InLink):
-            self._ways.into[key] = WayIn(edge, direction, peer, end, counters)
 
     def _open_pair(
         self, peer: int, transports: Mapping[str, Transport], deadline: Deadline
@@ -306,7 +273,7 @@ class Wiring:
 
     def _busy(self, peer: int) -> bool:
         """Whether a peer that is here is still to get something."""
-        return peer not in self.plane.ended and any(map(_unsent, self._towards[peer]))
+        return peer not in self.plane.ended and any(map(_unsent, self.towards[peer]))
 
     def _on_ended(self, peer: int) -> None:
         cause = PeerClosedError(f"rank {self.rank}: peer rank {peer} {self.plane.gone[peer]}")
@@ -346,8 +313,8 @@ class Wiring:
         lost = Counter(
             {link: end.unfinished for link, end in self._ends.items() if isinstance(end, OutLink)}
         )
-        for ways in self._towards.values():
-            lost.update({way.link.link: way.window.waiting for way in ways if way.window})
+        for route in self.out.values():
+            lost[route.link.link] += route.window.waiting
         return dict(+lost)
 
     def _drained(self) -> bool:
@@ -373,5 +340,5 @@ class Wiring:
                 ends.callback(end.close, deadline)
 
 
-def _unsent(way: WayOut) -> bool:
-    return bool(way.link.unfinished or (way.window is not None and way.window.waiting))
+def _unsent(route: OutRoute) -> bool:
+    return bool(route.link.unfinished or route.window.waiting)

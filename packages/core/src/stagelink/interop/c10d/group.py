@@ -104,7 +104,7 @@ class StagelinkGroup(WithCollectives):
             made = shared._made[given.group_id]
             shared._made[given.group_id] += 1
         # A group of this name may have been destroyed: it left keys in the store, and messages.
-        self._generation = f"{self._meshes['cpu'].rendezvous.generation}/{made}"
+        self._generation = f"{self._meshes['cpu'].node.rendezvous.generation}/{made}"
         self._number = _number(f"{given.group_id} {self._generation}", self._ranks)
         if not is_subgroup:
             _world = self
@@ -348,7 +348,7 @@ class StagelinkGroup(WithCollectives):
             if self._owns:
                 mesh.abandon(cause)
             elif error is None:
-                mesh.fail(cause)
+                mesh.node.fail(cause)
         self._finish_breaking()
 
     def _is_world_no_more(self) -> None:

@@ -104,8 +104,7 @@ class Mailbox:
             arrival.payload = frame.payload
             self._on_settled(arrival)
         else:
-            arrival.link = self._link_from(peer)
-            arrival.link.announced(arrival, frame.note, frame.take_fds())
+            self._link_from(peer).announced(arrival, frame.note, frame.take_fds())
 
     def _keep(self, address: Address, arrival: Arrival) -> None:
         if address in self._here:

@@ -13,9 +13,8 @@ from stagelink.exchange.unclosed import closed, opened
 from stagelink.interop.c10d.errors import error_like
 from stagelink.interop.c10d.mailbox import Address, Mailbox
 from stagelink.links.arrival import Arrival
-from stagelink.links.joint import Joint
+from stagelink.links.node import Node
 from stagelink.links.topology import routes_of
-from stagelink.links.ways import Ways
 from stagelink.plugins.choice import asked_for
 from stagelink.plugins.offers import survey
 from stagelink.plugins.plugins import Plugins
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed import Store
 
-    from stagelink.control.connection import Frame
     from stagelink.links.in_link import InLink
     from stagelink.links.out_link import OutLink
     from stagelink.plan import Plan
@@ -43,7 +41,7 @@ _EXIT_S = 1.0
 _MAX_TEXT_BYTES = 64 * 1024
 
 
-class Mesh(Joint):
+class Mesh:
     """One rank's end of it; blocks until all others have come.
 
     Args:
@@ -54,6 +52,8 @@ class Mesh(Joint):
         patience_s: for the others to come.
 
     Attributes:
+        plan, rank: as given.
+        plane: this rank's control plane.
         box: what was received and what is asked for.
 
     Raises:
@@ -67,16 +67,16 @@ class Mesh(Joint):
         rendezvous = Rendezvous(
             client, plan.name, rank, plan.world_size, patience_s=plan.limits.connect_deadline_s
         )
-        super().__init__(plan, rank, Plugins(), rendezvous, hosts_store=False)
+        self._plugins = Plugins()
+        self.node = Node(
+            plan, rank, self._plugins, rendezvous, hosts_store=False, on_ready=self._need
+        )
+        self.plan, self.rank, self.plane = plan, rank, self.node.plane
         self.box = Mailbox(self.plane, self.link_from)
         self._ranks = ranks
-        self._ways = Ways({}, {})
         self._joined = False
         self._early: set[int] = set()
         self._asked: set[int] = set()
-        self.wire(self._ways)
-        # In place of what `Wiring` does with it: here a peer is ready when it has begun to open.
-        self.plane.handle(MessageKind.READY, self._on_ready, replace=True)
         self._closed = False
         opened(self)
         try:
@@ -90,8 +90,8 @@ class Mesh(Joint):
         asked = asked_for(plan, routes_of(plan, self.rank))
         devices = {stage.device for stage in plan.stages}
         found = survey(self._plugins, asked, plan.transports, devices)
-        self.meet(found, deadline)
-        self.wiring.enter([_WINDOW] * len(plan.edges))
+        self.node.meet(found, deadline)
+        self.node.wiring.enter([_WINDOW] * len(plan.edges))
         with self.plane.lock:
             self._joined = True
         for peer in self._early:
@@ -102,11 +102,11 @@ class Mesh(Joint):
 
     @cached_property
     def _out(self) -> dict[int, OutLink]:
-        return {peer: way.link for (_, _, peer), way in self._ways.out.items()}
+        return {peer: route.link for (_, _, peer), route in self.node.wiring.out.items()}
 
     @cached_property
     def _in(self) -> dict[int, InLink]:
-        return {peer: way.link for (_, _, peer), way in self._ways.into.items()}
+        return {peer: route.link for (_, _, peer), route in self.node.wiring.into.items()}
 
     @property
     def transports(self) -> dict[int, str]:
@@ -139,11 +139,7 @@ class Mesh(Joint):
             self._asked.add(peer)
         self.plane.post(peer, Header(MessageKind.READY))
         deadline = Deadline(self.plan.limits.connect_deadline_s)
-        self.wiring.open_pair(peer, self._transports, deadline)
-
-    def _on_ready(self, peer: int, frame: Frame) -> None:
-        del frame
-        self._need(peer)
+        self.node.wiring.open_pair(peer, self.node.transports, deadline)
 
     def refuse(self, address: Address, text: str) -> None:
         """Have whoever receives this message raise.
@@ -167,13 +163,22 @@ class Mesh(Joint):
         named = "" if [*self._ranks] == places else f" (ranks here are places in {self._ranks})"
         return error_like(error, f"{what}: {error}{named}")
 
+    def abandon(self, error: BaseException) -> None:
+        """Fail every rank of the mesh with an error that is about to be raised, and close."""
+        if self._closed or self.plane.failure.forked:
+            self.node.fail(error)
+            return
+        self._closed = True
+        closed(self)
+        self.node.abandon(error)
+
     def close(self, deadline: Deadline) -> dict[Link, int]:
-        """As `Joint.close`; the second time, or in a fork, nothing is done."""
+        """As `Node.close`; the second time, or in a fork, nothing is done."""
         if self.plane.failure.forked or self._closed:
             return {}
         self._closed = True
         closed(self)
-        lost = super().close(deadline)
+        lost = self.node.close(deadline)
         for link, count in lost.items():
             logger.warning("rank %d: closed with %d not delivered on %s", self.rank, count, link)
         return lost
@@ -185,5 +190,5 @@ class Mesh(Joint):
         """
         del error
         if not self.plane.failure.forked:
-            self._drain(Deadline(self.plan.limits.close_deadline_s))
+            self.node.drain(Deadline(self.plan.limits.close_deadline_s))
             self.close(Deadline(_EXIT_S))

@@ -1,4 +1,4 @@
-"""One rank's place among the others: its plane, its links, and the store, joined and given back.
+"""One rank among the others: its control plane, its links and the store, joined and given back.
 
 What is sent over the links, and when, is for those who build on this.
 """
@@ -9,14 +9,16 @@ import json
 import logging
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stagelink.control.meeting import Meeting
 from stagelink.control.plane import Plane
 from stagelink.deadline import Deadline
 from stagelink.errors import AbortedError, DisagreementError, StagelinkError
+from stagelink.links.agreement import Agreement
 from stagelink.links.link_end import give_back
 from stagelink.links.topology import neighbours
 from stagelink.links.watch import AbortWatch
@@ -30,19 +32,18 @@ from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     from stagelink.control.rendezvous import Rendezvous
-    from stagelink.links.ways import Ways
     from stagelink.plan import Plan
     from stagelink.plugins.plugins import Plugins
     from stagelink.transport.contract import Link, Transport
 
-__all__ = ["Joint"]
+__all__ = ["Node"]
 
 logger = logging.getLogger("stagelink")
 _MAX_FACTS_BYTES = 64 * 1024 * 1024
 _ABORT_KEY_S = 1.0
 
 
-class Joint:
+class Node:
     """The parts of a rank that do not know what a message is.
 
     Args:
@@ -51,14 +52,17 @@ class Joint:
         plugins: the transports and observers.
         rendezvous: the job's store.
         hosts_store: whether this process must outlast the others for it.
+        on_ready: see `Wiring`.
 
     Attributes:
         plan, rank, rendezvous: as given.
+        hooks: the observers'.
         plane: the control plane.
-        wiring: the links; there after `wire`.
+        wiring: the links.
+        transports: by name, once it has met its peers.
+        on_close: called, in order, when closing begins: nobody sends or asks for anything any
+            more. Each returns at once.
     """
-
-    wiring: Wiring
 
     def __init__(
         self,
@@ -68,28 +72,28 @@ class Joint:
         rendezvous: Rendezvous,
         *,
         hosts_store: bool,
+        on_ready: Callable[[int], None] | None = None,
     ) -> None:
         self.plan = plan
         self.rank = rank
         self.rendezvous = rendezvous
-        self._plugins = plugins
+        self.hooks = plugins.hooks
         self._hosts_store = hosts_store
-        self._transports: Mapping[str, Transport] = {}
+        self.transports: Mapping[str, Transport] = {}
+        self.on_close: list[Callable[[], None]] = []
         self._told: list[Link] = []
         self._neighbours = neighbours(plan)
         self.plane = Plane(rank)
         self.plane.reader.spin_s = plan.control.spin_us * 1e-6
         self._watch = AbortWatch(self.plane, rendezvous)
-
-    def wire(self, ways: Ways) -> None:
-        """Say where messages are to find their way; once, before `meet`."""
-        pool = BufferPool(self.plan.limits.pool_bytes)
-        self.wiring = Wiring(self.plan, self.rank, self.plane, ways, pool, self.rendezvous)
+        self._agreement = Agreement(plan, self.plane, rendezvous)
+        pool = BufferPool(plan.limits.pool_bytes)
+        self.wiring = Wiring(plan, rank, self.plane, pool, rendezvous, on_ready)
 
     def meet(self, found: Survey, deadline: Deadline) -> None:
         """Connect with every peer, and agree on transports; see `stagelink.connect`."""
         self.rendezvous.enter(deadline)
-        self._transports = found.transports
+        self.transports = found.transports
         for name, offer in found.offers.items():
             # Another transport may be taken in its place, and then nothing else would say so.
             if offer.state == "unusable" and self.plan.transports.get(name):
@@ -112,7 +116,8 @@ class Joint:
         meeting.meet(self._neighbours[self.rank], deadline)
         ends = {peer: End.from_json(said["end"]) for peer, said in meeting.greetings.items()}
         ends[self.rank] = me
-        self.wiring.agree(ends, found, asker(found, self._plugins.hooks, self.rank), deadline)
+        build = partial(self.wiring.build, found.transports)
+        self._agreement.reach(ends, asker(found, self.hooks, self.rank), build, deadline)
 
     def _server(self) -> str:
         index = self.plan.server_of(self.rank)
@@ -136,7 +141,7 @@ class Joint:
         )
         if failure is not error:
             failure.__cause__ = error
-        self.plane.fail(failure)
+        self.plane.failure.fail(failure)
 
     def close(self, deadline: Deadline) -> dict[Link, int]:
         """Deliver what was sent, say goodbye and give everything back, by the deadline.
@@ -145,25 +150,23 @@ class Joint:
             How many messages could not be delivered, of the links that have some.
         """
         self.plane.start_closing()
-        self.let_go()
+        for action in self.on_close:
+            action()
         with ExitStack() as steps:  # from the last to the first, also where one raises
             steps.callback(self._tell_closed)
             steps.callback(self._leave_store, deadline)
-            for name, transport in self._transports.items():
+            for name, transport in self.transports.items():
                 steps.callback(give_back, f"transport {name!r}", transport.close, deadline)
             steps.callback(self.plane.close, deadline)
             steps.callback(self.wiring.close, deadline)
-            return self._drain(deadline)
+            return self.drain(deadline)
 
     def tell_opened(self) -> None:
         """Tell the observers of every link; who was told is told when it is closed."""
         for link in self.wiring.links:
             self._told.append(link)
-            self._plugins.hooks.link_opened(link)
+            self.hooks.link_opened(link)
             logger.debug("rank %d: opened %s", self.rank, link)
-
-    def let_go(self) -> None:
-        """Nobody sends or asks for anything any more; called when closing begins."""
 
     def abandon(self, error: BaseException) -> None:
         """`fail` with an error that is about to be raised, and `close`; nothing else comes out."""
@@ -184,9 +187,10 @@ class Joint:
 
     def _tell_closed(self) -> None:
         for link in self._told:
-            self._plugins.hooks.link_closed(link, self.wiring.counters[link])
+            self.hooks.link_closed(link, self.wiring.counters[link])
 
-    def _drain(self, deadline: Deadline) -> dict[Link, int]:
+    def drain(self, deadline: Deadline) -> dict[Link, int]:
+        """As `Wiring.drain`, of a handler that may have failed: then nothing is delivered."""
         try:
             return self.wiring.drain(deadline)
         except StagelinkError as error:

@@ -1,0 +1,59 @@
+"""The account of one edge in one session: what went, what came, and what is still due."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stagelink.exchange.incoming import Received
+
+__all__ = ["Ledger", "Marks"]
+
+
+class Marks:
+    """A set of numbers from 0 that fills up from below, in little memory however many it holds.
+
+    Those below the lowest that is missing are not kept one by one.
+    """
+
+    __slots__ = ("_below", "_others")
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._others: set[int] = set()
+
+    def add(self, number: int) -> None:
+        """Take a number in; it may be here already."""
+        if number != self._below:
+            if number > self._below:
+                self._others.add(number)
+            return
+        self._below += 1
+        while self._below in self._others:
+            self._others.remove(self._below)
+            self._below += 1
+
+    def __contains__(self, number: int) -> bool:
+        return number < self._below or number in self._others
+
+    def __len__(self) -> int:
+        return self._below + len(self._others)
+
+
+class Ledger:
+    """What one rank has done on one edge, at either end; by places among its own microbatches.
+
+    Attributes:
+        sent: tensors that were sent; at their producer.
+        taken: what was received: tensors at their consumer, gradients at the producer.
+        returning: microbatches whose gradient is still to come back; at the producer.
+        owed: messages whose gradient is still to be sent, by microbatch; at the consumer.
+    """
+
+    __slots__ = ("owed", "returning", "sent", "taken")
+
+    def __init__(self) -> None:
+        self.sent = Marks()
+        self.taken = Marks()
+        self.returning: set[int] = set()
+        self.owed: dict[int, Received] = {}
