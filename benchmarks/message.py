@@ -1,4 +1,4 @@
-"""What a message and a session cost the thread that asks for them, in CPU time.
+"""CPU time of a message and of a session, in the thread that asks for them.
 
 Both ranks of a pipeline are driven by one thread, over ``loopback``, so nothing is waited for that
 is not here: what is left is the library's own path. ``time.thread_time`` does not count what
@@ -75,7 +75,7 @@ def _on_two_threads(action: Callable[[int], None]) -> None:
 
 
 def messages(one: Any, other: Any, clock: Callable[[], float]) -> list[float]:
-    """Of one message: send, recv."""
+    """Seconds of one message: send, recv."""
     tensor = torch.ones(16)
     with one.evaluate(MESSAGES) as sender, other.evaluate(MESSAGES) as receiver:
         began = clock()
@@ -89,7 +89,7 @@ def messages(one: Any, other: Any, clock: Callable[[], float]) -> list[float]:
 
 
 def sessions(one: Any, other: Any, clock: Callable[[], float]) -> float:
-    """Of one session of eight microbatches, on one rank: opened and left."""
+    """Seconds of one session of eight microbatches on one rank, opened and left."""
     began = clock()
     for _ in range(SESSIONS):
         with one.train(8), other.train(8):
@@ -117,7 +117,7 @@ class Calls:
         self.count = 0
 
     def __call__(self, frame: Any, event: str, arg: Any) -> None:
-        """As `sys.setprofile` has it."""
+        """Count, as `sys.setprofile` has it."""
         del frame, arg
         self.count += event == "call"
 
