@@ -248,7 +248,7 @@ def test_a_goodbye_is_no_death(line: Callable[[int], Line]) -> None:
     gone = pair.planes[1].gone
     assert pair.planes[1].wait(lambda: 0 in gone, Deadline(LONG))
     with pytest.raises(PeerClosedError, match="rank 1: peer rank 0 closed; an answer expected"):
-        pair.planes[1].check_here(0, "an answer")
+        pair.planes[1].goodbyes.check_here(0, "an answer")
     pair.planes[1].check()
     pair.say(1, 0, b"into the void")
 

@@ -80,7 +80,7 @@ def exits_badly_in_its_block(comm: stagelink.Handler) -> None:
 
 def is_dropped(comm: stagelink.Handler) -> None:
     told = threading.Event()
-    comm._plane.on_ended(lambda peer: told.set())
+    comm._plane.goodbyes.on_ended(lambda peer: told.set())
     kept.clear()
     del comm
     gc.collect()

@@ -18,10 +18,11 @@ from stagelink.control.connection import Connection, Frame, close_all
 from stagelink.control.door import Door
 from stagelink.control.failure import Failure, State
 from stagelink.control.framing import decode, encode
+from stagelink.control.goodbyes import Goodbyes
 from stagelink.control.reader import Reader
 from stagelink.control.watches import readable, writable
 from stagelink.deadline import Deadline
-from stagelink.errors import PeerClosedError, PeerLostError, ProtocolError, UsageError
+from stagelink.errors import PeerLostError, ProtocolError, UsageError
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 
@@ -47,50 +48,43 @@ _planes: weakref.WeakSet[Plane] = weakref.WeakSet()
 
 
 class Plane:
-    """Connections, reading, dispatch, and goodbye.
+    """Connections of one rank, reading, and dispatch.
 
     Args:
         rank: this rank.
 
     Attributes:
         lock: guards what handlers change and waiting callers look at.
-        gone: peers that said goodbye, and how they left. They send no more messages, and still
-            take what is on its way to them.
-        ended: those of them whose connection has ended, so that nothing reaches them any more.
-        farewell: how this rank leaves, told with its goodbye.
         reader: reads what comes.
         changed: has every waiting caller look again.
         failure: what ends the use of this rank's handler.
         check: raises if it can no longer be used, see `Failure.check`.
         fail: fails it, see `Failure.fail`.
         door: the handshake.
+        goodbyes: between this rank and its peers.
+        gone: peers that said goodbye, and how they left, see `Goodbyes`.
         chain: who waits for whom.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.gone: dict[int, str] = {}
-        self.ended: dict[int, str] = {}
-        self.farewell = "closed"
         self._connections: dict[int, Connection] = {}
-        self._handlers: dict[MessageKind, MessageHandler] = {
-            MessageKind.ABORT: self._on_abort,
-            MessageKind.BYE: self._on_bye,
-        }
-        self._on_goodbye: list[Callable[[int], None]] = []
-        self._on_ended: list[Callable[[int], None]] = []
-        self._busy: list[Callable[[int], bool]] = []
-        self._parted: set[int] = set()
         self._process = os.getpid()
         self.reader = Reader(f"stagelink-reader-{rank}")
         self.lock = self.reader.lock
         self.changed = self.reader.changed
-        self.failure = Failure(rank, self.reader, self.ended, self._tell_failure)
+        self.goodbyes = Goodbyes(rank, self.reader, self._connections)
+        self.gone = self.goodbyes.gone
+        self.failure = Failure(rank, self.reader, self.goodbyes.ended, self._tell_failure)
         self.check = self.failure.check
         self.fail = self.failure.fail
         self.door = Door(rank, self.reader, self._connections, self.failure, self._on_ready)
         self.chain = Chain(rank, self.reader, self._connections, self.post, self.wait)
-        self._handlers[MessageKind.WAITS] = self.chain.hear
+        self._handlers: dict[MessageKind, MessageHandler] = {
+            MessageKind.ABORT: self._on_abort,
+            MessageKind.BYE: self.goodbyes.hear,
+            MessageKind.WAITS: self.chain.hear,
+        }
         _planes.add(self)
 
     # -- for the upper layers
@@ -110,18 +104,6 @@ class Plane:
             raise UsageError(f"rank {self.rank}: {kind.name} has a handler already")
         self._handlers[kind] = handler
 
-    def on_goodbye(self, callback: Callable[[int], None]) -> None:
-        """Call back with each peer that says goodbye; on the reading thread, returns at once."""
-        self._on_goodbye.append(callback)
-
-    def on_ended(self, callback: Callable[[int], None]) -> None:
-        """Call back with each peer in `ended`; on the reading thread, must return at once."""
-        self._on_ended.append(callback)
-
-    def hold_goodbye(self, busy: Callable[[int], bool]) -> None:
-        """Ask ``busy(peer)``, whether something is still on its way there, before a goodbye."""
-        self._busy.append(busy)
-
     @property
     def peers(self) -> tuple[int, ...]:
         """Ranks that this one is or was connected to."""
@@ -139,7 +121,7 @@ class Plane:
             self._connections[peer].send(header, note, payload, fds)
             return
         with self.lock:  # so that none of these comes behind this rank's goodbye
-            if peer not in self._parted:
+            if peer not in self.goodbyes.said:
                 self._connections[peer].send(header, note, payload, fds)
 
     def wait(
@@ -173,39 +155,6 @@ class Plane:
         finally:
             if awaited is not None:
                 self.chain.end()
-
-    def check_here(self, peer: int, awaited: str) -> bool:
-        """False while the peer is here; for use in a ``ready``.
-
-        Raises:
-            PeerClosedError: the peer said goodbye, so what is awaited from it can never come.
-        """
-        if peer in self.gone:
-            raise PeerClosedError(
-                f"rank {self.rank}: peer rank {peer} {self.gone[peer]}; {awaited} expected"
-            )
-        return False
-
-    def check_reached(self, peer: int, awaited: str) -> bool:
-        """Check like `check_here` what a peer still does after its goodbye, until its end."""
-        return peer in self.ended and self.check_here(peer, awaited)
-
-    def part(self, peer: int, *, anyway: bool = False) -> bool:
-        """Say goodbye to a peer, once; returns at once.
-
-        Args:
-            peer: the peer.
-            anyway: also where something is still on its way there.
-
-        Returns:
-            Whether it has been said.
-        """
-        if peer not in self._parted and (anyway or not any(busy(peer) for busy in self._busy)):
-            with self.lock:
-                if peer not in self._parted:
-                    self._parted.add(peer)
-                    self._connections[peer].send(Header(MessageKind.BYE), self.farewell.encode())
-        return peer in self._parted
 
     # -- reading
 
@@ -267,26 +216,13 @@ class Plane:
         if peer is not None and self.failure.error is None:
             # Who has said goodbye needs nothing more of the others.
             leaves = self.failure.state in {State.LEAVING, State.CLOSED}
-            if not (leaves or peer in self.gone or peer in self._parted):
+            if not (leaves or peer in self.gone or peer in self.goodbyes.said):
                 raise PeerLostError(_how_lost(peer, self.rank, connection.lost_by))
-            with self.lock:
-                self.ended[peer] = self.gone.setdefault(peer, "closed")
-            for callback in self._on_ended:
-                callback(peer)
-        self.changed()
-
-    def _on_bye(self, peer: int, frame: Frame) -> None:
-        how = frame.note.decode(errors="replace") or "closed"
-        with self.lock:
-            self.gone[peer] = how
-        for callback in self._on_goodbye:
-            callback(peer)
-        # The peer takes what is on its way to it until it hears that nothing is left.
-        self.part(peer)
+            self.goodbyes.end(peer)
         self.changed()
 
     def _on_abort(self, peer: int, frame: Frame) -> None:
-        if peer in self.gone and peer in self._parted:
+        if peer in self.gone and peer in self.goodbyes.said:
             return  # neither needs anything of the other any more
         self.failure.fail_as_told(decode(frame.note), told_by=peer)
 
@@ -327,7 +263,7 @@ class Plane:
         failed = self.failure.error is not None
         if not failed:
             for peer in self.peers:  # to some it may have been said before
-                self.part(peer, anyway=True)
+                self.goodbyes.say(peer, anyway=True)
         for connection in connections:
             connection.finish_writes()
         if failed:

@@ -132,7 +132,9 @@ class Reducer:
         rank = self._plane.rank
 
         def arrived() -> bool:
-            return key in self._arrived or self._plane.check_here(peer, f"reduction {number}")
+            return key in self._arrived or self._plane.goodbyes.check_here(
+                peer, f"reduction {number}"
+            )
 
         awaited = Awaited(peer, lambda: f"reduction {number}")
         if not self._plane.wait(arrived, deadline, awaited):

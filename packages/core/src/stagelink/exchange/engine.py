@@ -116,7 +116,7 @@ class Engine:
         if error is not None:
             self.node.abandon(error)
             return
-        self.plane.farewell = left
+        self.plane.goodbyes.farewell = left
         try:
             lost = self.node.close(Deadline(self.plan.limits.close_deadline_s))
         except StagelinkError as another:

@@ -55,8 +55,8 @@ class Outgoing:
         self._trace = trace
         self._answering: Counter[int] = Counter()
         plane.handle(MessageKind.CREDIT, self._on_credit)
-        plane.on_goodbye(self._flush)
-        plane.hold_goodbye(lambda peer: self._answering[peer] > 0)
+        plane.goodbyes.on_goodbye(self._flush)
+        plane.goodbyes.hold(lambda peer: self._answering[peer] > 0)
 
     def tell_end(self, session: int, why: str) -> None:
         """Tell every peer that this rank has left a session, and what it is still to get of it."""
@@ -232,7 +232,7 @@ class Outgoing:
 
     def _go_on_parting(self, peer: int) -> None:
         if peer in self._plane.gone:  # and waits for the last of what it gets
-            self._plane.part(peer)
+            self._plane.goodbyes.say(peer)
 
     # -- credit that comes back
 
@@ -337,7 +337,7 @@ class Outgoing:
         """
 
         def finished(route: OutRoute, job: SendJob) -> bool:
-            return job.finished or self._plane.check_reached(
+            return job.finished or self._plane.goodbyes.check_reached(
                 route.peer, f"room for {route.edge.name!r} of microbatch {job.header.microbatch}"
             )
 

@@ -206,7 +206,7 @@ class Sessions:
         if record.theirs:
             return True
         for peer in self._plane.gone:
-            self._plane.check_here(peer, f"the opening of session {record.number}")
+            self._plane.goodbyes.check_here(peer, f"the opening of session {record.number}")
         return False
 
     def _on_open(self, peer: int, frame: Frame) -> None:

@@ -123,7 +123,9 @@ class _Port:
             if ready():
                 return True
             self._end.check_open()
-            return self._wiring.plane.check_reached(self.peer, f"an answer on {self.link}")
+            return self._wiring.plane.goodbyes.check_reached(
+                self.peer, f"an answer on {self.link}"
+            )
 
         return self._wiring.plane.wait(look, deadline, closing=True)
 

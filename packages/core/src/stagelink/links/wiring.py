@@ -89,8 +89,8 @@ class Wiring:
         plane.handle(MessageKind.NOTE, self._on_note)
         plane.handle(MessageKind.READY, self._on_ready)
         plane.failure.on_failure(self._on_failure)
-        plane.hold_goodbye(self._busy)
-        plane.on_ended(self._on_ended)
+        plane.goodbyes.hold(self._busy)
+        plane.goodbyes.on_ended(self._on_ended)
 
     # -- building and opening
 
@@ -268,12 +268,12 @@ class Wiring:
     def _on_progress(self, peer: int) -> None:
         """Something has reached a peer; if it has said goodbye, it may wait for the last of it."""
         if peer in self.plane.gone:
-            self.plane.part(peer)
+            self.plane.goodbyes.say(peer)
         self.plane.changed()
 
     def _busy(self, peer: int) -> bool:
         """Whether a peer that is here is still to get something."""
-        return peer not in self.plane.ended and any(map(_unsent, self.towards[peer]))
+        return peer not in self.plane.goodbyes.ended and any(map(_unsent, self.towards[peer]))
 
     def _on_ended(self, peer: int) -> None:
         cause = PeerClosedError(f"rank {self.rank}: peer rank {peer} {self.plane.gone[peer]}")
@@ -319,7 +319,7 @@ class Wiring:
 
     def _drained(self) -> bool:
         plane = self.plane
-        parted = [plane.part(peer) for peer in plane.peers]  # all of them, now
+        parted = [plane.goodbyes.say(peer) for peer in plane.peers]  # all of them, now
         return all(parted) and all(
             peer in plane.gone and self._taken_in(peer) for peer in plane.peers
         )

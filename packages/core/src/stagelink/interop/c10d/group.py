@@ -171,7 +171,7 @@ class StagelinkGroup(WithCollectives):
         mesh = self._mesh_for(content)
         try:
             mesh.plane.check()
-            mesh.plane.check_here(place, "a receive there")
+            mesh.plane.goodbyes.check_here(place, "a receive there")
             like = Header(
                 MessageKind.DATA,
                 dtype_code=dtype.code,

@@ -154,7 +154,7 @@ class Mesh:
             self.box.put(address, arrival)
             return
         self.plane.check()
-        self.plane.check_here(address.peer, "a receive there")
+        self.plane.goodbyes.check_here(address.peer, "a receive there")
         self.plane.post(address.peer, header, text.encode()[:_MAX_TEXT_BYTES])
 
     def error(self, what: str, error: BaseException) -> dist.DistBackendError:

@@ -213,7 +213,7 @@ class SendWork(_MessageWork):
         job, link = self._way
         peer, plane = link.link.target, self._mesh.plane
         if link.idle and not job.finished:
-            plane.check_reached(peer, "room for a message")
+            plane.goodbyes.check_reached(peer, "room for a message")
 
 
 class RecvWork(_MessageWork):
@@ -320,7 +320,7 @@ class RecvWork(_MessageWork):
         if link is None or peer not in plane.gone:
             return
         if link.given_up or self._mesh.box.awaits(self._address):
-            plane.check_here(peer, "a message")
+            plane.goodbyes.check_here(peer, "a message")
 
     def _source_rank(self) -> int:
         return self._source
