@@ -105,10 +105,6 @@ def assume(plan: Plan, result: Verification) -> Assumed:
 
     Imports the transports and observers that the plan asks for.
 
-    Args:
-        plan: the plan.
-        result: of its verification.
-
     Raises:
         PlanError: the options of a transport are wrong.
         PluginError: an observer that the plan lists cannot be used.

@@ -70,9 +70,6 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> str:
     """The failure that most likely caused the others, in words.
 
     Times alone do not tell: torch keeps them in whole seconds, and an abort takes milliseconds.
-
-    Args:
-        failures: by rank, at least one.
     """
     rank = min(failures, key=lambda rank: (*_order(failures[rank]), rank))
     return f"rank {rank} {_words(failures[rank])}"

@@ -23,13 +23,7 @@ _LEGEND = (
 
 
 def grid_texts(plan: Plan, grid: Grid, width: int) -> Iterator[Text]:
-    """The grid in parts of some width; of many slots the first and the last.
-
-    Args:
-        plan: the plan.
-        grid: of its session.
-        width: of the terminal, in characters.
-    """
+    """The grid in parts of some width; of many slots the first and the last."""
     cells = _cells(grid)
     names = [f"{plan.stage_of(rank).name} {rank}" for rank in range(plan.world_size)]
     label = max(len(name) for name in [*names, "slot"])

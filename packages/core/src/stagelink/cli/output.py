@@ -65,9 +65,6 @@ class ResultFile(click.Path):
 def write_results(files: Iterable[tuple[str, Callable[[str], object]]]) -> None:
     """Write every file that can be written.
 
-    Args:
-        files: paths, each with what writes it.
-
     Raises:
         ClickException: with a line for each that could not.
     """

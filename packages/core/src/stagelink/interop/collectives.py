@@ -7,13 +7,14 @@ an error is replaced by the failure that it has heard of.
 
 from __future__ import annotations
 
+import functools
+import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-
-from stagelink.interop.tools import untraced
+from torch._C._profiler import _RecordFunctionFast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +22,40 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
     Explain = Callable[[RuntimeError], BaseException]
+    from contextlib import AbstractContextManager
 
-__all__ = ["ExplainedGroup", "ExplainedWork", "explained"]
+__all__ = ["ExplainedGroup", "ExplainedWork", "explained", "recorded", "untraced"]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def untraced(call: Callable[P, T]) -> Callable[P, T]:
+    """A call that torch.compile leaves out of its graphs, as it does those of gloo, which are C++.
+
+    Without it the call is traced, and fails at the first attribute of the group.
+    """
+    disabled: list[Callable[P, T]] = []
+
+    @functools.wraps(call)
+    def plain(*args: P.args, **options: P.kwargs) -> T:
+        if not disabled:
+            # `torch.compiler.disable` imports the compiler, which takes a second; as long as
+            # nothing else has, nothing is compiled.
+            if "torch._dynamo" not in sys.modules:
+                return call(*args, **options)
+            disabled.append(torch.compiler.disable(call))
+        return disabled[0](*args, **options)
+
+    return plain
+
+
+def recorded(name: str, *inputs: object) -> AbstractContextManager[None]:
+    """A span in the trace of a profiler, if one is on; else it costs less than a microsecond."""
+    span: AbstractContextManager[None] = _RecordFunctionFast(name, inputs, {})
+    return span
+
 
 _WITHOUT_END = timedelta(0)
 """A wait's time-out as torch writes none: the group's own then holds."""

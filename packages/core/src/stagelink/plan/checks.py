@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from stagelink.plan.dead_rules import dead_rules
 from stagelink.plan.dtypes import DTYPE_BY_NAME
@@ -297,40 +297,29 @@ def _no_such(kind: str, number: int, count: int) -> str:
     return f"there is no {kind} {number}; the {kind}s are 0 to {count - 1}"
 
 
-class _Check(NamedTuple):
-    """A check, the word for what it vouches for, and what must be sound before.
+_CHECKS: Mapping[str, tuple[Callable[[Document], Iterator[Problem]], str]] = {
+    "observers": (_observers, "pipeline"),
+    "stage-names": (_stage_names, "stages"),
+    "microbatches": (_microbatches, "pipeline stages"),
+    "warm-ups": (_warm_ups, "pipeline stages"),
+    "ranks": (_ranks, "stages"),
+    "servers": (_servers, "pipeline ranks"),
+    "tensor-names": (_tensor_names, "tensors"),
+    "gradients": (_gradients, "tensors"),
+    "tensor-ends": (_tensor_ends, "tensors stage-names"),
+    "arguments": (_arguments, "stages tensor-names tensor-ends"),
+    "rule-names": (_rule_names, "links tensors stages"),
+    "rule-numbers": (_rule_numbers, "links pipeline ranks"),
+    "rule-transports": (_rule_transports, "links"),
+    "options": (_unused_options, "links transports rule-transports"),
+    "connections": (_connections, "tensor-ends"),
+    "rules": (dead_rules, "rule-names rule-numbers servers tensor-ends tensor-names"),
+}
+"""By what a check vouches for: the check, and what must be sound before.
 
-    Without the latter one slip would be told many times over: a misspelt stage name is also a
-    tensor without an end, a graph in pieces and a rule that never matches.
-    """
-
-    run: Callable[[Document], Iterator[Problem]]
-    vouches_for: str
-    needs: frozenset[str]
-
-
-def _check(run: Callable[[Document], Iterator[Problem]], vouches_for: str, needs: str) -> _Check:
-    return _Check(run, vouches_for, frozenset(needs.split()))
-
-
-_CHECKS = (
-    _check(_observers, "observers", "pipeline"),
-    _check(_stage_names, "stage-names", "stages"),
-    _check(_microbatches, "microbatches", "pipeline stages"),
-    _check(_warm_ups, "warm-ups", "pipeline stages"),
-    _check(_ranks, "ranks", "stages"),
-    _check(_servers, "servers", "pipeline ranks"),
-    _check(_tensor_names, "tensor-names", "tensors"),
-    _check(_gradients, "gradients", "tensors"),
-    _check(_tensor_ends, "tensor-ends", "tensors stage-names"),
-    _check(_arguments, "arguments", "stages tensor-names tensor-ends"),
-    _check(_rule_names, "rule-names", "links tensors stages"),
-    _check(_rule_numbers, "rule-numbers", "links pipeline ranks"),
-    _check(_rule_transports, "rule-transports", "links"),
-    _check(_unused_options, "options", "links transports rule-transports"),
-    _check(_connections, "connections", "tensor-ends"),
-    _check(dead_rules, "rules", "rule-names rule-numbers servers tensor-ends tensor-names"),
-)
+Without the latter one slip would be told many times over: a misspelt stage name is also a tensor
+without an end, a graph in pieces and a rule that never matches.
+"""
 
 
 def cross_problems(document: Document, unsound: Iterable[str]) -> Iterator[Problem]:
@@ -341,10 +330,10 @@ def cross_problems(document: Document, unsound: Iterable[str]) -> Iterator[Probl
         unsound: the top-level keys whose tables are wrong in themselves.
     """
     broken = set(unsound)
-    for check in _CHECKS:
-        if not broken.isdisjoint(check.needs):
-            broken.add(check.vouches_for)
+    for vouches_for, (check, needs) in _CHECKS.items():
+        if not broken.isdisjoint(needs.split()):
+            broken.add(vouches_for)
             continue
-        for problem in check.run(document):
-            broken.add(check.vouches_for)
+        for problem in check(document):
+            broken.add(vouches_for)
             yield problem

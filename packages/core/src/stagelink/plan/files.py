@@ -31,10 +31,6 @@ def is_json(path: str | os.PathLike[str]) -> bool:
 def read_text(path: str | os.PathLike[str], what: str) -> str:
     """The text of a file.
 
-    Args:
-        path: the file.
-        what: a word for it.
-
     Raises:
         PlanError: it cannot be read, or is no UTF-8 text.
     """

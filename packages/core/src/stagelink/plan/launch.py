@@ -13,13 +13,7 @@ __all__ = ["launch_problems"]
 
 
 def launch_problems(rank: object, world_size: object, plan_size: int) -> Iterator[str]:
-    """A line for each thing that is wrong, with both values.
-
-    Args:
-        rank: as given; anything.
-        world_size: as given; anything.
-        plan_size: how many ranks the plan has.
-    """
+    """A line for each thing that is wrong, with both values."""
     launched = f"launched as rank {shown(rank)} of a world of {shown(world_size)}"
     for reason in _reasons(rank, world_size, plan_size):
         yield f"{launched}: {reason}"

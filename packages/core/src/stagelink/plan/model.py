@@ -42,20 +42,12 @@ def most_microbatches(stages: int) -> int:
     """Limit of microbatches of a session in the whole pipeline.
 
     Every rank has its actions as a list, and walks those of all ranks before it starts.
-
-    Args:
-        stages: how many stages the plan has.
     """
     return max(_ALWAYS, _MOST_OF_ALL_STAGES // stages)
 
 
 def too_many_microbatches(microbatches: int, stages: int) -> str | None:
-    """Find what is wrong with a number of microbatches; None where nothing is.
-
-    Args:
-        microbatches: in the whole pipeline.
-        stages: how many there are.
-    """
+    """Find what is wrong with a number of microbatches; None where nothing is."""
     most = most_microbatches(stages)
     if microbatches <= most:
         return None

@@ -289,19 +289,17 @@ def agree(comm: Handler, settings: Mapping[str, object]) -> None:
             )
 
 
-def check_batches(comm: Handler, batches: object, *, first: bool) -> None:
+def check_batches(comm: Handler, batches: Any, *, first: bool) -> Iterable[object]:
     """Make sure that a first stage is given something to take batches from.
 
-    Args:
-        comm: the handler.
-        batches: what the caller gave.
-        first: whether this stage takes them.
+    Returns:
+        The batches; none elsewhere, where they are left out.
 
     Raises:
         UsageError: it is not.
     """
     if not first:
-        return
+        return () if batches is None else batches
     if batches is None:
         raise UsageError(
             f"rank {comm.rank}: stage {comm.stage.name!r} receives nothing, so it needs batches"
@@ -312,6 +310,8 @@ def check_batches(comm: Handler, batches: object, *, first: bool) -> None:
             f"batches is {kind(batches)}; it must be an iterable of batches, each a mapping from "
             "names to tensors, as [{'image': x, 'target': y}]"
         )
+    found: Iterable[object] = batches
+    return found
 
 
 def check_scored(comm: Handler, loss: object) -> None:
@@ -328,11 +328,6 @@ def check_scored(comm: Handler, loss: object) -> None:
 
 def check_trains(comm: Handler, trained: Trained, *, has_optimizer: bool) -> None:
     """Make sure that a stage can be trained.
-
-    Args:
-        comm: the handler.
-        trained: the stage's parameters.
-        has_optimizer: whether anything steps them.
 
     Raises:
         UsageError: the plan has no backwards, gradients are switched off, or nothing would step.

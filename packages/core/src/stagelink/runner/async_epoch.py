@@ -57,7 +57,7 @@ class AsyncEpoch:
         self._sync = sync
         self._mean = mean
 
-    def run(self, batches: Iterable[object] | None, title: str | None) -> Counts:
+    def run(self, batches: Iterable[object], title: str | None) -> Counts:
         """Open the session and carry it out to the end of the batches.
 
         Args:
@@ -65,7 +65,7 @@ class AsyncEpoch:
             title: of a progress bar on stderr; None: without one.
 
         Raises:
-            UsageError: the batches are missing, or one is not what it should be.
+            UsageError: a batch is not what it should be.
         """
         first = self._station.names.first
         with self._station.clock.waiting:
@@ -84,7 +84,7 @@ class AsyncEpoch:
         count, items = map(int, self._comm.reduce(seen, "max"))
         return Counts(count, items, session.microbatches)
 
-    def _feed(self, session: Session, batches: Iterable[object] | None) -> Feed:
+    def _feed(self, session: Session, batches: Iterable[object]) -> Feed:
         cut = cut_all(self._comm, self._station.names, batches)
         return Feed(map(self._whole, cut), session.mine)
 
@@ -97,8 +97,8 @@ class AsyncEpoch:
             )
         return batch
 
-    def _total(self, batches: Iterable[object] | None) -> int | None:
-        count = length_hint(() if batches is None else batches)
+    def _total(self, batches: Iterable[object]) -> int | None:
+        count = length_hint(batches)
         return count * self._comm.plan.microbatches // self._comm.stage.replicas or None
 
     def _carry_out(self, session: Session, executor: _AsyncExecutor, bar: Bar) -> None:

@@ -45,10 +45,6 @@ END = Batch(items=0, microbatches=0)
 class Feed:
     """Share of a first stage's replica of the batches, which it sees one at a time.
 
-    Args:
-        batches: cut into microbatches.
-        mine: the microbatches that this replica takes.
-
     Attributes:
         batches: how many have been taken in.
         items: their samples.

@@ -63,7 +63,7 @@ class Epoch:
     def run(
         self,
         open_session: Callable[..., Session],
-        batches: Iterable[object] | None,
+        batches: Iterable[object],
         work: Callable[[Session, Batch | None], None],
         title: str | None,
     ) -> Counts:
@@ -76,12 +76,12 @@ class Epoch:
             title: of a progress bar on stderr; None: without one.
 
         Raises:
-            UsageError: the batches are missing, or one is not what it should be.
+            UsageError: a batch is not what it should be.
         """
         feed: Iterable[Batch | None] = repeat(None)
         if self._names.first:
             feed = chain(cut_all(self._comm, self._names, batches), [END])
-        total = length_hint(() if batches is None else batches) or None
+        total = length_hint(batches) or None
         counts = Counts(0, 0, 0)
         with Bar(desc=title, total=total, unit="batch", disable=title is None) as bar:
             for batch in feed:
@@ -110,7 +110,7 @@ class Epoch:
 
 
 def cut_all(
-    comm: Handler, names: Names, batches: Iterable[object] | None, *, scored: bool = True
+    comm: Handler, names: Names, batches: Iterable[object], *, scored: bool = True
 ) -> Iterator[Batch]:
     """The batches of a first stage, each cut into the plan's number of microbatches.
 
@@ -121,12 +121,8 @@ def cut_all(
         scored: whether there is a loss, which needs its target.
 
     Raises:
-        UsageError: there are none, or one is not what it should be.
+        UsageError: one is not what it should be.
     """
-    if batches is None:
-        raise UsageError(
-            f"rank {comm.rank}: stage {comm.stage.name!r} receives nothing, so it needs batches"
-        )
     for batch in batches:
         yield cut(names.of_batch(check_mapping(batch), scored=scored), comm.plan.microbatches)
 

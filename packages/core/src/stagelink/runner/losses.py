@@ -85,9 +85,6 @@ def counting(score: Any) -> Callable[[Any, Any], LossSum] | None:
 
     Known are `torch.nn.CrossEntropyLoss`, `NLLLoss` and `LinearCrossEntropyLoss`, and their
     functions, also by `functools.partial`.
-
-    Args:
-        score: a loss or a metric.
     """
     found = _plain(score)
     if isinstance(found, torch.nn.Module):
@@ -111,13 +108,7 @@ def is_mean_of_unknown(score: Any) -> bool:
 
 
 def elements_of(score: Any, output: Any, target: Any) -> int | None:
-    """Number of elements that one of torch's losses makes a mean of; None for other losses.
-
-    Args:
-        score: a loss.
-        output: what it is called with.
-        target: the same.
-    """
+    """Number of elements that one of torch's losses makes a mean of; None for other losses."""
     found, keys = _function(_plain(score))
     if not isinstance(found, _ELEMENTWISE) and found not in _ELEMENTWISE_FUNCTIONS:
         return None
@@ -259,10 +250,6 @@ def _weight(target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> 
 
 def one_number(what: str, value: object) -> torch.Tensor:
     """A score's value, if it is one.
-
-    Args:
-        what: the score, for the error.
-        value: what it returned.
 
     Raises:
         UsageError: it is no tensor with one element, or one of complex numbers or without data.

@@ -51,9 +51,6 @@ class Parameters:
 
         So hooks of the module and whatever wraps it see the arguments that they are used to.
 
-        Args:
-            values: by name of parameter, `sole` included.
-
         Returns:
             Positional arguments, and the others by name.
         """

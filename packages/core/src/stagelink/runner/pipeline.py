@@ -161,7 +161,7 @@ class PipelineRunner:
         """
         check_scored(self._comm, self._loss)
         check_trains(self._comm, self._trained, has_optimizer=self._trains)
-        check_batches(self._comm, batches, first=self._names.first)
+        given = check_batches(self._comm, batches, first=self._names.first)
         clock = Clock(self._comm)
         if self._sync is not None:
             with clock.waiting:
@@ -170,11 +170,11 @@ class PipelineRunner:
         if self._comm.plan.asynchronous:
             mean = self._reduction == "mean"
             epoch = AsyncEpoch(self._comm, station, self._update, self._sync, mean=mean)
-            counts = epoch.run(batches, self._title("train"))
+            counts = epoch.run(given, self._title("train"))
         else:
             work = partial(self._step, station)
             synchronous = Epoch(self._comm, self._names, clock)
-            counts = synchronous.run(self._comm.train, batches, work, self._title("train"))
+            counts = synchronous.run(self._comm.train, given, work, self._title("train"))
         if self._sync is not None and counts.microbatches:
             with clock.waiting:
                 self._sync.copy_buffers(replica_for(self._comm.stage, counts.microbatches - 1))
@@ -228,14 +228,12 @@ class PipelineRunner:
             StagelinkError: a rank failed; every rank gets its text.
         """
         check_scored(self._comm, self._loss)
-        check_batches(self._comm, batches, first=self._names.first)
+        given = check_batches(self._comm, batches, first=self._names.first)
         clock = Clock(self._comm)
         station = self._station(self._metrics, clock)
         epoch = Epoch(self._comm, self._names, clock)
         with torch.no_grad(), _eval_mode(self._module):
-            epoch.run(
-                self._comm.evaluate, batches, partial(_pass, station), self._title("evaluate")
-            )
+            epoch.run(self._comm.evaluate, given, partial(_pass, station), self._title("evaluate"))
         self._agree(clock)
         names = ["loss", *self._metrics]
         results = self._results(station.scores, len(names))
@@ -266,12 +264,10 @@ class PipelineRunner:
             UsageError: a batch or the module's result is not as it should be.
             StagelinkError: a rank failed; every rank gets its text.
         """
-        check_batches(self._comm, batches, first=self._names.first)
-        return Stream(self._stream(batches), self._comm.soon)
+        given = check_batches(self._comm, batches, first=self._names.first)
+        return Stream(self._stream(given), self._comm.soon)
 
-    def _stream(
-        self, batches: Iterable[Mapping[str, torch.Tensor]] | None
-    ) -> Generator[Output, None, None]:
+    def _stream(self, batches: Iterable[object]) -> Generator[Output, None, None]:
         with _eval_mode(self._module):
             yield from passing(self._comm, self._module, self._names, batches)
 

@@ -50,9 +50,6 @@ class ReplicaGroup:
     have to wait while another works through a whole batch, so waits are bounded by the plan's
     ``limits.first_deadline_s``. Tensors are flat, contiguous and on the CPU.
 
-    Args:
-        comm: the handler.
-
     Attributes:
         size: how many replicas there are.
 

@@ -96,13 +96,7 @@ class Steppers(NamedTuple):
 
 
 class OptimizerStep:
-    """Step of a stage's parameters by one batch's gradients.
-
-    Args:
-        comm: the handler.
-        trained: the stage's parameters.
-        steppers: what steps them.
-    """
+    """Step of a stage's parameters by one batch's gradients."""
 
     def __init__(self, comm: Handler, trained: Trained, steppers: Steppers) -> None:
         self._comm = comm

@@ -98,7 +98,7 @@ gc.callbacks.append(_on_collection)
 
 
 def passing(
-    comm: Handler, module: torch.nn.Module, names: Names, batches: Iterable[object] | None
+    comm: Handler, module: torch.nn.Module, names: Names, batches: Iterable[object]
 ) -> Generator[Output, None, None]:
     """Carry one session through until the batches end or a rank stops; see the runner's method."""
     with comm.evaluate(UNTIL_END if names.first else None) as session, failing(comm):

@@ -47,12 +47,7 @@ def version_for(plan: Plan, stage: Stage, round_: int, warm_up: int) -> int:
 
 
 def version_problems(plan: Plan, warm_up: Sequence[int]) -> Iterator[str]:
-    """Find why two versions are not enough, a line per stage; nothing for other schedules.
-
-    Args:
-        plan: the plan.
-        warm_up: per stage.
-    """
+    """Find why two versions are not enough, a line per stage; nothing for other schedules."""
     if not plan.two_versions:
         return
     if plan.routing != "round_robin":

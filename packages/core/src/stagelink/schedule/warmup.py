@@ -51,11 +51,7 @@ __all__ = [
 
 
 def default_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
-    """PipeDream's warm-up per stage of a line. Some shapes, as (4, 3, 1), hang with it.
-
-    Args:
-        replicas: of each stage.
-    """
+    """PipeDream's warm-up per stage of a line. Some shapes, as (4, 3, 1), hang with it."""
     return tuple((sum(replicas[stage:]) - 1) // own for stage, own in enumerate(replicas))
 
 
@@ -63,9 +59,6 @@ def least_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
     """The least warm-up per stage of a line with which synchronised replicas cannot hang.
 
     One less on any single stage hangs. More on one stage may need more on those before it.
-
-    Args:
-        replicas: of each stage.
     """
     warm_up = [0] * len(replicas)
     for stage in reversed(range(len(replicas) - 1)):
@@ -75,11 +68,7 @@ def least_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
 
 
 def safe_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
-    """The warm-up per stage of a line that fills it, and with which nothing can hang.
-
-    Args:
-        replicas: of each stage.
-    """
+    """The warm-up per stage of a line that fills it, and with which nothing can hang."""
     count = len(replicas)
     line = [[stage + 1] if stage + 1 < count else [] for stage in range(count)]
     return _chosen(replicas, line, [None] * count)

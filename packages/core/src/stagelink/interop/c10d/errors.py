@@ -29,11 +29,6 @@ _OF: dict[type[Exception], type[dist.DistBackendError]] = {
 
 
 def error_like(error: BaseException, text: str) -> dist.DistBackendError:
-    """An error for torch's caller; where it is about a message, one of the library's as well.
-
-    Args:
-        error: the cause.
-        text: of the new one.
-    """
+    """An error for torch's caller; where it is about a message, one of the library's as well."""
     made = next((new for old, new in _OF.items() if isinstance(error, old)), None)
     return (made or dist.DistBackendError)(text)

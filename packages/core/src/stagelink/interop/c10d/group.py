@@ -20,7 +20,7 @@ from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions
 from stagelink.interop.c10d.works import Given, RecvWork, SendWork
-from stagelink.interop.tools import recorded, untraced
+from stagelink.interop.collectives import recorded, untraced
 from stagelink.links.arrival import Arrival
 from stagelink.links.out_link import SendJob
 from stagelink.transport.addresses import check_reachable, is_loopback

@@ -14,7 +14,7 @@ from stagelink.control.chain import Awaited
 from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
 from stagelink.interop.c10d.arguments import seconds_of
-from stagelink.interop.tools import recorded, untraced
+from stagelink.interop.collectives import recorded, untraced
 from stagelink.links.driving import wait_driving
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import outside_modes

@@ -183,11 +183,7 @@ def explain_by(comm: Handler | None) -> None:
 
 
 class _GlooGroup(ExplainedGroup):
-    """Gloo's group as torch makes it, for CPU and CUDA tensors, with errors explained.
-
-    Args:
-        given: what torch says of the group.
-    """
+    """Gloo's group as torch makes it, for CPU and CUDA tensors, with errors explained."""
 
     def __init__(self, given: Any) -> None:
         # Torch's stubs know another form only, whose result cannot be subclassed.

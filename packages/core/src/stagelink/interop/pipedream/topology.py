@@ -116,9 +116,6 @@ class Topology:
     def of(cls, declarations: Sequence[Declaration]) -> Topology:
         """Put the ranks' declarations together.
 
-        Args:
-            declarations: of all ranks, by rank.
-
         Raises:
             PlanError: they contradict each other; the text names the rank and what it says.
         """
