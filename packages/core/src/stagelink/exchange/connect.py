@@ -1,4 +1,4 @@
-"""How a rank joins the pipeline: everything is checked before anything is started."""
+"""Connection of a rank to the pipeline: everything is checked before anything is started."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def connect(  # noqa: PLR0913 - what a launcher knows, each optional
 
 
 def join(plan: Plan, launch: Launch, plugins: Plugins) -> tuple[Engine, Verification]:
-    """What a handler is made of, joined with the others'; see `connect`."""
+    """Make a handler's parts and join the other ranks; see `connect`."""
     plan.check_launch(launch.rank, launch.world_size)
     me: int = launch.rank
     _check_device(plan.stage_of(me), me)

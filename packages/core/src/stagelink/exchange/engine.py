@@ -104,7 +104,7 @@ class Engine:
         """
         if self.plane.failure.forked:
             return
-        with self._leaving:  # the end of the process waits for one that is under way
+        with self._leaving:  # the end of the process waits for one that has begun
             if self.plane.start_closing():
                 self._leave(error, why)
 

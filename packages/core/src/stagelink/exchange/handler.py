@@ -261,7 +261,7 @@ class Handler:
 
     @property
     def failure(self) -> StagelinkError | None:
-        """What failed this handler, or None."""
+        """Error that failed this handler, or None."""
         return self._plane.failure.error
 
     @checked(callback=CALLABLE)

@@ -1,4 +1,4 @@
-"""What ``send`` and ``irecv`` give back: something to wait on."""
+"""Handles that ``send`` and ``irecv`` return, to wait on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["SENT", "Awaited", "RecvHandle", "SendHandle"]
 
 
 class Awaited(Protocol):
-    """What futures of torch and of the standard library have in common."""
+    """Common part of torch's futures and the standard library's."""
 
     def done(self) -> bool:
         """Whether it has a result or an error."""
@@ -29,7 +29,7 @@ class Awaited(Protocol):
 
 
 class SendHandle:
-    """A send that may still be under way.
+    """A send that may still be in flight.
 
     The tensor must not be changed before it is done if it was sent with ``copy=False``.
     """

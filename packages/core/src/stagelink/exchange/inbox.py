@@ -1,4 +1,4 @@
-"""What has arrived and has not been asked for yet, by key.
+"""Messages that have arrived and have not been asked for yet, by key.
 
 A message is found by (session, edge, direction, microbatch) and by nothing else: the order of
 arrival, tags and transports play no part, so receives may come in any order.

@@ -1,4 +1,4 @@
-"""Which routes a tensor of a microbatch takes from and to one rank, and whose microbatch it is."""
+"""Routes of a microbatch's tensors from and to one rank, and whose microbatch it is."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class Session:
             `stagelink.UNTIL_END` in a session that was opened so, until it is known here.
         items: samples in the batch as the first stage gave it, or None.
         mine: ids of the microbatches that this replica handles, ascending.
-        actions: what this rank does, in the schedule's order; until the end, an iterator that asks
-            `has` before each forward.
+        actions: what this rank does, in the schedule's order; if open-ended, an iterator
+            that asks `has` before each forward.
         warm_up: forwards of this stage ahead of its first backward.
         open: whether it has not been left.
     """
@@ -72,7 +72,7 @@ class Session:
 
     @property
     def microbatches(self) -> int:
-        """How many there are in the whole pipeline; see the class."""
+        """Number of microbatches in the whole pipeline; see the class."""
         return self._traffic.microbatches
 
     @property
@@ -95,7 +95,7 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         if self.open and kind is GeneratorExit:
-            self.stop()  # whoever iterates has stopped
+            self.stop()  # the caller has stopped iterating
         elif self.open:
             self._leave("" if error is None else f" after {type(error).__name__}: {error}")
 
@@ -118,7 +118,7 @@ class Session:
     # -- the end of the data
 
     def has(self, microbatch: int) -> bool:
-        """Whether the session has a microbatch; what `actions` asks in a session until the end.
+        """Whether the session has a microbatch; `actions` asks it in an open-ended session.
 
         Blocks there until the microbatch is announced or the end is known, however long that
         takes; death, abort and goodbye end it. There it is announced when the headers of all that
@@ -131,9 +131,9 @@ class Session:
         return self._traffic.has(microbatch)
 
     def end(self, microbatches: int) -> None:
-        """The data have run out: the session has so many microbatches in the whole pipeline.
+        """End an open-ended session's stream: it has ``microbatches`` in the whole pipeline.
 
-        For ranks that receive nothing, in a session until the end; returns at once.
+        For ranks that receive nothing; returns at once.
 
         Raises:
             UsageError: the number does not cover what was sent, or the end is known already.
@@ -154,8 +154,8 @@ class Session:
     ) -> SendHandle:
         """Send one microbatch's tensor to every stage that consumes it.
 
-        Waits for nothing but a free place in the window. The autograd graph of ``tensor`` stays
-        as it is; the receivers get its values.
+        Waits for nothing but credit. The autograd graph of ``tensor`` stays as it is; receivers
+        get its values.
 
         Args:
             name: a tensor of the plan that this stage produces.
@@ -182,7 +182,7 @@ class Session:
     def isend(
         self, name: str, tensor: torch.Tensor | None, microbatch: int, *, copy: bool = True
     ) -> SendHandle:
-        """As `send`, but never waits: a message that finds its window full starts later.
+        """Send without waiting: a message without credit starts later.
 
         It starts when the receiver has answered one before it, be it after this session was left.
         With ``copy=False`` the tensor must stay as it is until then, see the handle.
@@ -218,7 +218,7 @@ class Session:
         return self._traffic.recv(route, key, deadline_s)
 
     def irecv(self, name: str, microbatch: int) -> RecvHandle:
-        """As `recv`, with a handle to wait on."""
+        """Receive like `recv`, with a handle to wait on."""
         return self._traffic.irecv(name, microbatch)
 
     # -- gradients
@@ -251,7 +251,7 @@ class Session:
     def isend_grad(
         self, name: str, gradient: torch.Tensor | None, microbatch: int, *, copy: bool = True
     ) -> SendHandle:
-        """The same as `send_grad`, which never waits; here for symmetry with `isend`."""
+        """Call `send_grad`, which never waits; here for symmetry with `isend`."""
         return self.send_grad(name, gradient, microbatch, copy=copy)
 
     def recv_grad(
@@ -276,7 +276,7 @@ class Session:
         return traffic.recv_grad(traffic.gradients(name, microbatch), deadline_s)
 
     def irecv_grad(self, name: str, microbatch: int) -> RecvHandle:
-        """As `recv_grad`, with a handle to wait on."""
+        """Receive like `recv_grad`, with a handle to wait on."""
         return self._traffic.irecv_grad(name, microbatch)
 
 

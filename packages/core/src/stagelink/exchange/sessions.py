@@ -1,13 +1,13 @@
-"""What the ranks of a pipeline say of each session: how it opens, where its data end, who left it.
+"""Agreement of ranks on each session: how it opens, where its data end, who left it.
 
 Every rank opens its sessions in the same order. The first stage says how many microbatches there
 are; the others may say so too, or learn it from the OPEN of a neighbour. All that say something
 must say the same.
 
-A session may be opened until the end of its data, which run out on the first stage and nowhere
-else. Its ranks then say the number in a LAST message to the ranks that take from them, which pass
-it on: who waits for a microbatch that will not come then knows. A LAST may overtake messages on
-their way by a transport, so it is a number, not a mark.
+A session may be open-ended: its data run out on the first stage and nowhere else. Its ranks then
+say the number in a LAST message, the end of the stream, to the ranks that take from them, which
+pass it on: who waits for a microbatch that will not come then knows. A LAST may overtake messages
+in flight by a transport, so it is a number, not a mark.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STOPPED = " because it was stopped"
 
 
 class Opening(NamedTuple):
-    """What is agreed on.
+    """Terms of a session that ranks agree on.
 
     Attributes:
         mode: ``"train"`` (gradients come back) or ``"evaluate"`` (forward only).
@@ -74,7 +74,7 @@ class _End(NamedTuple):
 
 
 class SessionRecord:
-    """What this rank and its peers have said of one session.
+    """State of one session, as this rank and its peers have said it.
 
     Attributes:
         number: the session's, from 0.

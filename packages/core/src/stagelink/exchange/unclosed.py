@@ -1,4 +1,4 @@
-"""What nobody has closed when the process ends: it is left then, and no peer takes it for dead.
+"""Handlers that are not closed when the process ends: left then, so no peer takes them for dead.
 
 An interpreter calls what is registered at its exit; a child that multiprocessing has forked skips
 that, and calls its own finalizers only.
@@ -18,7 +18,7 @@ __all__ = ["Leaver", "closed", "opened"]
 
 
 class Leaver(Protocol):
-    """Something that is to be left."""
+    """An object that is to be left."""
 
     def leave(self, error: BaseException | None) -> None:
         """Deliver what was sent, tell the peers and give everything back; never raises.
@@ -41,7 +41,7 @@ def opened(leaver: Leaver) -> None:
 
 
 def closed(leaver: Leaver) -> None:
-    """It is left already, or about to be."""
+    """Forget what is left already, or about to be."""
     _open.discard(leaver)
 
 

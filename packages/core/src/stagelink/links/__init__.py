@@ -1,1 +1,1 @@
-"""What connects two ranks: their links, the windows of these, and a rank's place among all."""
+"""Links between two ranks, their windows, and a rank's node among all."""

@@ -28,7 +28,7 @@ Choices = Mapping[tuple[int, int, int], "Choice"]
 
 
 class Agreement:
-    """What this rank and its peers choose.
+    """Choice of transports that this rank and its peers make alike.
 
     Args:
         plan: the plan.

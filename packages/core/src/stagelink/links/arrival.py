@@ -17,7 +17,7 @@ __all__ = ["Arrival", "Key"]
 
 
 class Key(NamedTuple):
-    """What identifies a message between two ranks."""
+    """Matching key of a message between two ranks."""
 
     session: int
     edge: int

@@ -1,4 +1,4 @@
-"""How large a message may be that a peer announces, before any memory is asked for."""
+"""Bound of a message that a peer announces, before any memory is asked for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bound(NamedTuple):
 
     @classmethod
     def of(cls, limits: Limits) -> Bound:
-        """What the plan allows a rank to receive, or what this machine has."""
+        """Bound by what the plan allows a rank to receive, or by what this machine has."""
         here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if limits.receive_bytes is not None and limits.receive_bytes <= here:
             return cls(limits.receive_bytes, "limits.receive_bytes")

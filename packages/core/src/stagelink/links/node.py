@@ -190,7 +190,7 @@ class Node:
             self.hooks.link_closed(link, self.wiring.counters[link])
 
     def drain(self, deadline: Deadline) -> dict[Link, int]:
-        """As `Wiring.drain`, of a handler that may have failed: then nothing is delivered."""
+        """Drain like `Wiring.drain`, but a handler that has failed delivers nothing."""
         try:
             return self.wiring.drain(deadline)
         except StagelinkError as error:

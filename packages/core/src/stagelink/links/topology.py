@@ -1,4 +1,4 @@
-"""Who has to do with whom in a plan: which ranks are connected, and by which routes."""
+"""Topology of a plan: which ranks are connected, and by which routes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["followers_of", "neighbours", "routes_of", "siblings_of"]
 
 
 def neighbours(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """For every rank the ranks that it is connected to, ascending.
+    """Ranks that each rank is connected to, ascending.
 
     These are the ranks that it shares an edge with, and its neighbours in the ring of its stage's
     replicas, so that the death of a replica reaches the others without a detour.

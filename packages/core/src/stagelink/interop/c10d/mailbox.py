@@ -1,6 +1,6 @@
 """Messages that are told apart by group, peer, tag and number; received asked for or not.
 
-Whoever asks first has the message received into its own tensor; what comes unasked waits here.
+A receive that is posted first has the message put into its own tensor; others wait here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORD = 2**32
 
 
 class Address(NamedTuple):
-    """What a message is found by.
+    """Matching key of a message.
 
     Attributes:
         group: number of the group, the same on all its ranks; below 2 to the 64th.
@@ -50,13 +50,13 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, peer: int, header: Header) -> Address:
-        """Where a message comes from."""
+        """Key of a message that a peer sends."""
         group = header.session * _WORD + header.edge
         return cls(group, peer, header.microbatch, header.sequence)
 
 
 class Claim(Protocol):
-    """Somebody who has asked for a message."""
+    """A posted receive."""
 
     def meet(self, arrival: Arrival) -> None:
         """The header is here: say where the payload is best put; with a lock held."""
@@ -69,7 +69,7 @@ class Claim(Protocol):
 
 
 class Mailbox:
-    """What was received and what is asked for.
+    """Messages that were received, and receives that are posted.
 
     Args:
         plane: this rank's.

@@ -35,7 +35,7 @@ __all__ = ["Mesh"]
 
 logger = logging.getLogger("stagelink")
 _WINDOW = 16
-"""Messages under way for which a link with memory of its own provides; there may be more."""
+"""Messages in flight for which a link with memory of its own provides; there may be more."""
 
 _EXIT_S = 1.0
 _MAX_TEXT_BYTES = 64 * 1024
@@ -110,11 +110,11 @@ class Mesh:
 
     @property
     def transports(self) -> dict[int, str]:
-        """What carries messages to each peer, by its place in the group."""
+        """Transports of messages to each peer, by its place in the group."""
         return {peer: link.link.transport for peer, link in self._out.items()}
 
     def direction_to(self, peer: int) -> Direction:
-        """Which way along their edge a message to a peer goes."""
+        """Direction of messages to a peer along their edge."""
         return Direction.FORWARD if self.rank < peer else Direction.BACKWARD
 
     def link_to(self, peer: int) -> OutLink:
@@ -142,7 +142,7 @@ class Mesh:
         self.node.wiring.open_pair(peer, self.node.transports, deadline)
 
     def refuse(self, address: Address, text: str) -> None:
-        """Have whoever receives this message raise.
+        """Have the receive of this message raise.
 
         Raises:
             StagelinkError: the group has failed, or the peer has closed.
@@ -173,7 +173,7 @@ class Mesh:
         self.node.abandon(error)
 
     def close(self, deadline: Deadline) -> dict[Link, int]:
-        """As `Node.close`; the second time, or in a fork, nothing is done."""
+        """Close the node; the second time, or in a fork, nothing is done."""
         if self.plane.failure.forked or self._closed:
             return {}
         self._closed = True
