@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
 from stagelink.bench.records import Subject
+from stagelink.control.connection import Frame
 from stagelink.deadline import Deadline
+from stagelink.exchange.engine import Engine
+from stagelink.exchange.handler import Handler
+from stagelink.exchange.session import Session
 from stagelink.links.arrival import Arrival
 from stagelink.links.out_link import SendJob
 from stagelink.plan import Plan
 from stagelink.transport.header import Direction, Header, MessageKind
-
-if TYPE_CHECKING:
-    from stagelink.control.connection import Frame
-    from stagelink.exchange.engine import Engine
-    from stagelink.exchange.handler import Handler
-    from stagelink.exchange.session import Session
 
 __all__ = ["WINDOW", "HandlerPipe", "LinkPipe", "pair_plan"]
 

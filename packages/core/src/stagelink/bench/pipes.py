@@ -5,17 +5,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from stagelink.bench.records import ONE_WAY_READ
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from stagelink.bench.records import Subject
+from stagelink.bench.records import ONE_WAY_READ, Subject
 
 __all__ = ["IN_FLIGHT", "Pipe", "Timed", "buffers_of", "read", "timed"]
 

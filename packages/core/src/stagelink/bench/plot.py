@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from stagelink.bench.records import Record
+from stagelink.bench.records import Record
 
 __all__ = ["draw"]
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
 
 from stagelink.bench.handled import WINDOW, HandlerPipe, LinkPipe, pair_plan
-from stagelink.bench.pipes import IN_FLIGHT, Timed, read, timed
+from stagelink.bench.pipes import IN_FLIGHT, Pipe, Timed, read, timed
 from stagelink.bench.raw import COPIERS, Copier, RawPipe, copy_once
 from stagelink.bench.records import KINDS, ONE_WAY_READ, Record, Subject
 from stagelink.control.launch import Launch, StoreAddress
@@ -31,9 +31,6 @@ from stagelink.deadline import Deadline
 from stagelink.exchange.connect import join
 from stagelink.exchange.handler import Handler
 from stagelink.plugins.plugins import Plugins
-
-if TYPE_CHECKING:
-    from stagelink.bench.pipes import Pipe
 
 __all__ = [
     "SIZES_BYTES",

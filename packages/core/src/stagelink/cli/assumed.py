@@ -8,28 +8,21 @@ the ranks connect, each speaks for itself, and that decides.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rich.filesize import decimal
 
 from stagelink.errors import StagelinkError, UnknownTransportError
-from stagelink.plugins.choice import Choice, asked_for, asker, choose, device_of
-from stagelink.plugins.offers import End, survey
+from stagelink.plan import Edge, Plan
+from stagelink.plugins.choice import Asker, Choice, asked_for, asker, choose, device_of
+from stagelink.plugins.offers import End, Survey, survey
 from stagelink.plugins.plugins import Plugins
-from stagelink.schedule import message_bytes, pairs
+from stagelink.schedule import Verification, message_bytes, pairs
 from stagelink.text import did_you_mean
-from stagelink.transport.contract import Link
+from stagelink.transport.contract import Footprint, Link
 from stagelink.transport.host import memory_bytes, server_id
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from stagelink.plan import Edge, Plan
-    from stagelink.plugins.choice import Asker
-    from stagelink.plugins.offers import Survey
-    from stagelink.schedule import Verification
-    from stagelink.transport.contract import Footprint
 
 __all__ = ["Assumed", "AssumedLink", "assume", "check_here"]
 

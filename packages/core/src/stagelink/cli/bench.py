@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
 
-from stagelink.bench import SIZES_BYTES, Job, measure, pair_plan
+from stagelink.bench import SIZES_BYTES, Job, Record, measure, pair_plan
 from stagelink.cli.assumed import assume
 from stagelink.cli.failures import launching
 from stagelink.cli.output import (
@@ -27,14 +28,6 @@ from stagelink.errors import PluginError
 from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import verify
 from stagelink.transport.host import memory_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from rich.table import Table
-    from rich.text import Text
-
-    from stagelink.bench import Record
 
 __all__ = ["bench_command"]
 

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import torch
+from rich.table import Table
 from rich.text import Text
 
 from stagelink.cli.output import new_table, plugins_print_to_stderr, print_json, print_parts
 from stagelink.errors import PlanError, PluginError
-from stagelink.plugins.discovery import DISABLE_VARIABLE
+from stagelink.plugins.discovery import DISABLE_VARIABLE, Found, Installed
 from stagelink.plugins.offers import parse_options, survey
 from stagelink.plugins.plugins import Plugins
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from rich.table import Table
-
-    from stagelink.plugins.discovery import Found, Installed
-    from stagelink.transport.contract import Transport
+from stagelink.transport.contract import Transport
 
 __all__ = ["doctor_command"]
 

@@ -8,21 +8,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import click
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from stagelink.errors import AbortedError, PeerClosedError, PeerLostError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["CONSEQUENCES", "first_failure", "launching"]
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import tomli_w
 
-from stagelink.cli.assumed import assume
-from stagelink.cli.grid import grid_texts, grid_values
+from stagelink.cli.assumed import Assumed, AssumedLink, assume
 from stagelink.cli.output import plan_file, plugins_print_to_stderr, print_json, print_parts
-from stagelink.cli.plan_tables import plan_tables
+from stagelink.cli.plan_tables import grid_texts, grid_values, plan_tables
 from stagelink.plan import Plan
 from stagelink.plan.files import is_json, read_mapping, read_text
-from stagelink.schedule import free_warm_up, grid, parse_actions, verify
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from stagelink.cli.assumed import Assumed, AssumedLink
-    from stagelink.schedule import Action, Grid, Verification
+from stagelink.schedule import (
+    Action,
+    Grid,
+    Verification,
+    free_warm_up,
+    grid,
+    parse_actions,
+    verify,
+)
 
 __all__ = ["plan_command"]
 

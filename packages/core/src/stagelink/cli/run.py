@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from torch.distributed import run as torchrun
@@ -18,10 +20,6 @@ from stagelink.control.launch import StoreAddress
 from stagelink.errors import PlanError
 from stagelink.plan import Plan
 from stagelink.schedule import require, verify
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable, Sequence
 
 __all__ = ["PLAN_VARIABLE", "run_command"]
 

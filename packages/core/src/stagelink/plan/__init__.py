@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from stagelink.plan.document import Control, Limits
 from stagelink.plan.dtypes import DTYPE_BY_CODE, DTYPE_BY_NAME, DTYPES, MAX_DIMS, DType
-from stagelink.plan.model import Edge, Stage, Tensor
+from stagelink.plan.model import (
+    AUTO,
+    Edge,
+    LinkRule,
+    Stage,
+    Tensor,
+    link_facts,
+    named_keys,
+    rule_for,
+)
 from stagelink.plan.plan import Plan, differences
-from stagelink.plan.rules import AUTO, LinkRule, link_facts, named_keys, rule_for
 
 __all__ = [
     "AUTO",

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import gcd
-from typing import TYPE_CHECKING
 
 from stagelink.errors import PlanError
+from stagelink.plan.document import Document, LinkTable, TensorTable
 from stagelink.plan.dtypes import DTYPE_BY_NAME
-from stagelink.plan.model import Edge, Stage, Tensor
-from stagelink.plan.rules import LinkRule
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from stagelink.plan.document import Document, LinkTable, TensorTable
+from stagelink.plan.model import Edge, LinkRule, Stage, Tensor
 
 __all__ = ["diagonal", "edges_of", "rules_of", "servers_of", "stages_of", "tensors_of"]
 

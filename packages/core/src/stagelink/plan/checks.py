@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from stagelink.plan.dead_rules import dead_rules
+from stagelink.plan.document import Document, TensorTable
 from stagelink.plan.dtypes import DTYPE_BY_NAME
-from stagelink.plan.model import WITH_WARM_UP, most_microbatches, too_many_microbatches
+from stagelink.plan.model import AUTO, WITH_WARM_UP, most_microbatches, too_many_microbatches
 from stagelink.plan.problems import Problem
-from stagelink.plan.rules import AUTO
 from stagelink.text import did_you_mean, quoted, ranges, repeats, shown, unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from stagelink.plan.document import Document, TensorTable
 
 __all__ = ["cross_problems", "pieces", "shortest_path"]
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
+from stagelink.plan.document import Document
+from stagelink.plan.model import Edge, LinkRule, named_keys
 from stagelink.plan.problems import Problem
-from stagelink.plan.rules import named_keys
 from stagelink.text import quoted
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
-    from stagelink.plan.document import Document
-    from stagelink.plan.model import Edge
-    from stagelink.plan.rules import LinkRule
 
 __all__ = ["dead_rules"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
@@ -10,9 +11,6 @@ from pydantic_core import PydanticCustomError
 from stagelink.plan.dtypes import DTYPE_BY_NAME, MAX_DIMS
 from stagelink.plan.model import ROUTINGS, SCHEDULES
 from stagelink.text import shown, unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 __all__ = [
     "OWN_TEXT",

@@ -6,33 +6,30 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagelink.arguments import NAME, PATH, checked, is_a
 from stagelink.errors import PlanError
 from stagelink.plan.build import edges_of, rules_of, servers_of, stages_of, tensors_of
+from stagelink.plan.document import Control, Limits
 from stagelink.plan.files import parse_toml, read_mapping
-from stagelink.plan.launch import launch_problems
 from stagelink.plan.model import (
     ASYNCHRONOUS,
     WITH_WARM_UP,
     Edge,
+    LinkRule,
     Stage,
     Tensor,
+    named_keys,
     too_many_microbatches,
 )
+from stagelink.plan.problems import launch_problems
 from stagelink.plan.reading import read_document
-from stagelink.plan.rules import named_keys
 from stagelink.text import shown, unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from stagelink.plan.document import Control, Limits
-    from stagelink.plan.rules import LinkRule
 
 __all__ = ["Plan", "differences", "digest_of"]
 

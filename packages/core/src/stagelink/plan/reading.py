@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from stagelink.plan.checks import cross_problems
 from stagelink.plan.document import (
@@ -21,12 +22,6 @@ from stagelink.plan.document import (
 )
 from stagelink.plan.problems import Problem, plan_error
 from stagelink.text import shown, unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from pydantic import BaseModel
-    from pydantic_core import ErrorDetails
 
 __all__ = ["problem_text", "read_document"]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from stagelink.errors import PluginError
 from stagelink.text import unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = [
     "DISABLE_VARIABLE",

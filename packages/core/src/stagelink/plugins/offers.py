@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping  # not for type checkers only: pydantic reads End
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,  # not for type checkers only: pydantic reads End
+)
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
+from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, to_json
 
 from stagelink.errors import PlanError, PluginError, ProtocolError, UnknownTransportError
-from stagelink.plugins.failures import attempt, broken, raised
+from stagelink.plugins.plugins import Plugins
+from stagelink.plugins.problems import attempt, broken, raised
 from stagelink.text import shown, unknown
-from stagelink.transport.contract import Capabilities, Footprint, Place, Verdict
+from stagelink.transport.contract import Capabilities, Footprint, Link, Place, Transport, Verdict
 from stagelink.transport.interrupts import raised_by_signal_handler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from pydantic import JsonValue
-    from pydantic_core import ErrorDetails
-
-    from stagelink.plugins.plugins import Plugins
-    from stagelink.transport.contract import Link, Transport
 
 __all__ = ["End", "Offer", "State", "Survey", "parse_options", "survey"]
 

@@ -6,8 +6,11 @@ one that is asked for gives an error that names distribution, entry point, cause
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pluggy
 
 from stagelink.errors import PluginError, UnknownTransportError
 from stagelink.plugins.discovery import (
@@ -18,17 +21,16 @@ from stagelink.plugins.discovery import (
     conflict,
     discover,
 )
-from stagelink.plugins.failures import attempt, broken
-from stagelink.plugins.problems import new_manager, plugin_problems, transport_problems
+from stagelink.plugins.problems import (
+    attempt,
+    broken,
+    new_manager,
+    plugin_problems,
+    transport_problems,
+)
 from stagelink.plugins.relay import Relay
 from stagelink.text import quoted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import pluggy
-
-    from stagelink.transport.contract import Transport
+from stagelink.transport.contract import Transport
 
 __all__ = ["Broken", "Plugins"]
 

@@ -5,21 +5,16 @@ Nothing else in the project calls pluggy's untyped relay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from stagelink.errors import PluginError
-from stagelink.plugins.failures import raised
-from stagelink.plugins.problems import new_manager
+from stagelink.plugins.problems import new_manager, raised
 from stagelink.text import quoted
-from stagelink.transport.header import NO_TRACE, TRACE_BYTES
+from stagelink.transport.contract import Link
+from stagelink.transport.events import Event, LinkCounters
+from stagelink.transport.header import NO_TRACE, TRACE_BYTES, Header
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from stagelink.transport.contract import Link
-    from stagelink.transport.events import Event, LinkCounters
-    from stagelink.transport.header import Header
 
 __all__ = ["Relay"]
 

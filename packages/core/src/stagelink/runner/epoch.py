@@ -1,4 +1,10 @@
-"""The sessions of an epoch: one for each batch, and one without microbatches that ends it."""
+"""The sessions of an epoch, synchronous and asynchronous.
+
+A synchronous one has a session for each batch, and one without microbatches that ends it. An
+asynchronous one is one session, in which weights change all the while and nothing is drained
+between batches. Each backward is followed by its round's update, or by one of a whole batch with
+two versions; which weights a microbatch meets is said in `stagelink.schedule.versions`.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +13,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import length_hint
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from stagelink.errors import UsageError
-from stagelink.runner.batches import END, Batch, check_mapping, cut
+from stagelink.exchange.handler import Handler
+from stagelink.exchange.session import Session
+from stagelink.runner.batches import END, Batch, Feed, check_mapping, cut
+from stagelink.runner.executor import Executor, Station
+from stagelink.runner.names import TARGET, Names, Tensors
+from stagelink.runner.step import OptimizerStep
+from stagelink.runner.summary import Clock
+from stagelink.runner.sync import ReplicaSync
+from stagelink.runner.versions import Versions
+from stagelink.schedule import UNTIL_END, Action, Kind, most_of_one, rounds_per_update, version_for
 
-if TYPE_CHECKING:
-    from stagelink.exchange.handler import Handler
-    from stagelink.exchange.session import Session
-    from stagelink.runner.names import Names
-    from stagelink.runner.summary import Clock
-
-__all__ = ["Bar", "Counts", "Epoch", "cut_all", "failing"]
+__all__ = ["AsyncEpoch", "Bar", "Counts", "Epoch", "cut_all", "failing"]
 
 
 class Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
@@ -140,3 +149,157 @@ def failing(comm: Handler) -> Iterator[None]:
     except BaseException as error:
         comm.abort(error)
         raise
+
+
+class AsyncEpoch:
+    """One epoch on this rank.
+
+    Args:
+        comm: the handler.
+        station: the stage's module and what belongs to it.
+        update: steps the module's parameters.
+        sync: makes the replicas' gradients one; None where there is one replica.
+        mean: whether a round's gradient is the mean over replicas, not their sum.
+    """
+
+    def __init__(
+        self,
+        comm: Handler,
+        station: Station,
+        update: OptimizerStep,
+        sync: ReplicaSync | None,
+        *,
+        mean: bool,
+    ) -> None:
+        self._comm = comm
+        self._station = station
+        self._update = update
+        self._sync = sync
+        self._mean = mean
+
+    def run(self, batches: Iterable[object], title: str | None) -> Counts:
+        """Open the session and carry it out to the end of the batches.
+
+        Args:
+            batches: on a first stage.
+            title: of a progress bar on stderr; None: without one.
+
+        Raises:
+            UsageError: a batch is not what it should be.
+        """
+        first = self._station.names.first
+        with self._station.clock.waiting:
+            session = self._comm.train(UNTIL_END if first else None)
+        with (
+            Bar(desc=title, unit="microbatch", disable=title is None) as bar,
+            session,
+            failing(self._comm),
+        ):
+            feed = self._feed(session, batches) if first else None
+            bar.total = self._total(batches)
+            executor = _AsyncExecutor(self._comm, session, self._station, feed)
+            self._carry_out(session, executor, bar)
+        # Only the first stage has seen batches.
+        seen = [0, 0] if feed is None else [feed.batches, feed.items]
+        count, items = map(int, self._comm.reduce(seen, "max"))
+        return Counts(count, items, session.microbatches)
+
+    def _feed(self, session: Session, batches: Iterable[object]) -> Feed:
+        cut = cut_all(self._comm, self._station.names, batches)
+        return Feed(map(self._whole, cut), session.mine)
+
+    def _whole(self, batch: Any) -> Any:
+        wanted = self._comm.plan.microbatches
+        if self._comm.plan.two_versions and batch.microbatches != wanted:
+            raise UsageError(
+                f"a batch of {batch.items} items: pipedream_2bw cuts every batch into "
+                f"{wanted} microbatches; leave smaller ones out (drop_last)"
+            )
+        return batch
+
+    def _total(self, batches: Iterable[object]) -> int | None:
+        count = length_hint(batches)
+        return count * self._comm.plan.microbatches // self._comm.stage.replicas or None
+
+    def _carry_out(self, session: Session, executor: _AsyncExecutor, bar: Bar) -> None:
+        per_update = rounds_per_update(self._comm.plan, self._comm.stage)
+        rounds = 0
+        self._update.clear()
+        executor.look_ahead()
+        actions = iter(session.actions)
+        while (action := self._next(actions)) is not None:
+            executor.do(action)
+            if action.kind is Kind.BACKWARD:
+                rounds += 1
+                bar.update()
+                if rounds % per_update == 0:
+                    self._next_version(executor.versions, takes_part=True)
+        for _ in range(rounds, most_of_one(self._comm.stage, session.microbatches)):
+            self._next_version(executor.versions, takes_part=False)  # the others have more
+
+    def _next(self, actions: Iterator[Action]) -> Action | None:
+        with self._station.clock.waiting:  # for the announcement of a microbatch, or of the end
+            return next(actions, None)
+
+    def _next_version(self, versions: Versions, *, takes_part: bool) -> None:
+        versions.about_to_update()
+        if self._sync is not None:
+            with self._station.clock.waiting:
+                if self._mean and not self._comm.plan.two_versions:
+                    self._sync.average_gradients(takes_part=takes_part)
+                else:
+                    self._sync.add_gradients()
+        self._update.take(self._station.clock)
+        self._update.clear()
+
+
+class _AsyncExecutor(Executor):
+    """Carries actions out with the weights that each microbatch meets."""
+
+    def __init__(
+        self, comm: Handler, session: Session, station: Station, feed: Feed | None
+    ) -> None:
+        super().__init__(session, station, None if feed is None else feed.take)
+        self._plan = comm.plan
+        self._stage = comm.stage
+        self._feed = feed
+        self._rounds = 0
+        self._warm_up = session.warm_up
+        two = comm.plan.two_versions
+        direct = self._warm_up == 0 and not two
+        self.versions = Versions(station.module, direct=direct, two=two)
+
+    def look_ahead(self) -> None:
+        """On a first stage, see whether there is a next microbatch before the schedule asks."""
+        if self._feed is None or self.session.microbatches != UNTIL_END:
+            return
+        if not self._feed.reaches(self.session.mine[self._rounds]):
+            self.session.end(self._feed.microbatches)
+
+    def forward(self, microbatch: int) -> None:
+        super().forward(microbatch)
+        self._rounds += 1
+        self.look_ahead()
+
+    def run_backward(self, run: Callable[[], None]) -> None:
+        self.versions.backward(run)
+
+    def module_for(self, microbatch: int) -> Callable[..., Any]:
+        del microbatch
+        return self.versions.forward_on(
+            version_for(self._plan, self._stage, self._rounds, self._warm_up)
+        )
+
+    def cut_text(self) -> str:
+        return f"batches are cut into {self._plan.microbatches} microbatches"
+
+    def items_in(self, microbatch: int, tensors: Tensors) -> tuple[int, int]:
+        if self.station.scores is None:
+            return 0, 1
+        target = tensors[TARGET]
+        if target is None or target.dim() == 0 or not len(target):
+            raise UsageError(
+                f"the target of microbatch {microbatch} has no items along a first dimension"
+            )
+        parts = self._plan.microbatches if self._plan.two_versions else 1
+        return len(target), len(target) * parts

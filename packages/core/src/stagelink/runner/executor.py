@@ -1,27 +1,27 @@
-"""One batch through one rank: the session's actions, carried out."""
+"""One batch through one rank: the session's actions, and what each does to its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from stagelink.errors import UsageError
-from stagelink.runner import microbatch as steps
+from stagelink.exchange.session import Session
 from stagelink.runner.batches import items_of
-from stagelink.schedule import Kind
-
-if TYPE_CHECKING:
-    import torch
-
-    from stagelink.exchange.session import Session
-    from stagelink.runner.names import Names, Tensors
-    from stagelink.runner.scores import Scores
-    from stagelink.runner.summary import Clock
-    from stagelink.schedule import Action
+from stagelink.runner.names import TARGET, Names, Tensors
+from stagelink.runner.scores import Scores
+from stagelink.runner.summary import Clock
+from stagelink.schedule import Action, Kind
 
 __all__ = ["Executor", "Station"]
+
+_LOSS = "loss"
+_OWN_USES = 2
+"""References to memory that one tensor has: its own, and that of the question."""
 
 _ALONE = "Expected more than 1 value per channel when training"
 """How torch begins to say that a batch norm has one item only."""
@@ -92,7 +92,7 @@ class Executor:
         owing = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
         items = self.items_in(microbatch, tensors)
         with self._clock.computing, self._explained(microbatch, tensors):
-            outputs = steps.forward(
+            outputs = _run_forward(
                 self.module_for(microbatch), self._names, tensors, self.station.scores, items
             )
         if self.session.mode == "train":
@@ -159,12 +159,12 @@ class Executor:
         owing, outputs = self._kept.pop(microbatch)
         gradients = self._take_gradients(microbatch, outputs)
         with self._clock.computing:
-            self.run_backward(partial(steps.backward, outputs, gradients))
+            self.run_backward(partial(_run_backward, outputs, gradients))
         for name, tensor in owing.items():
             gradient = tensor.grad
             with self._clock.sending:
                 # It lives until it is on its way; what is not its own may change before.
-                copy = gradient is not None and not steps.is_own(gradient)
+                copy = gradient is not None and not _is_own(gradient)
                 self.session.send_grad(name, gradient, microbatch, copy=copy)
 
     def run_backward(self, run: Callable[[], None]) -> None:
@@ -173,6 +173,68 @@ class Executor:
 
     def _take_gradients(self, microbatch: int, outputs: Tensors) -> Tensors:
         if self._names.last:
-            return steps.seed(outputs)
+            return _seed(outputs)
         with self._clock.waiting:
             return {n: self.session.recv_grad(n, microbatch) for n in self._names.produces}
+
+
+def _run_forward(
+    module: Callable[..., Any],
+    names: Names,
+    tensors: Tensors,
+    scores: Scores | None,
+    items: tuple[int, int],
+) -> dict[str, torch.Tensor | None]:
+    """Run the module on one microbatch, on the last stage with the loss.
+
+    Returns by name what the stage sends; on the last stage the loss alone.
+    """
+    tensors = {name: None if one is None else _no_leaf(one) for name, one in tensors.items()}
+    args, kwargs = names.arguments(tensors)
+    result = module(*args, **kwargs)
+    if scores is None:
+        return names.outputs(result, tensors)
+    return {_LOSS: scores.add(result, tensors[TARGET], *items)}
+
+
+def _no_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a stage of one process would have it: a result, which may be changed in place.
+
+    A leaf that requires a gradient may not be. This is neither a copy nor, to autograd, a view.
+    """
+    if not (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()):
+        return tensor
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return result
+
+
+def _is_own(gradient: torch.Tensor) -> bool:
+    """Whether no other tensor has the memory of a gradient.
+
+    Autograd may give one gradient to several leaves where views come between, and then adds to
+    that of a parameter in place, in the next microbatch's backward.
+    """
+    storage = gradient.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES
+
+
+def _seed(outputs: Tensors) -> dict[str, torch.Tensor | None]:
+    """The gradient of the loss with respect to itself."""
+    return {
+        name: None if loss is None else torch.ones_like(loss) for name, loss in outputs.items()
+    }
+
+
+def _run_backward(outputs: Tensors, gradients: Tensors) -> None:
+    """Add the gradients of one microbatch to the parameters' and the received tensors' ``grad``.
+
+    An output that does not require a gradient needs none.
+    """
+    pairs = [
+        (output, gradient)
+        for output, gradient in ((outputs[name], gradients[name]) for name in outputs)
+        if output is not None and output.requires_grad and gradient is not None
+    ]
+    if pairs:
+        roots, received = zip(*pairs, strict=True)
+        torch.autograd.backward(roots, received)

@@ -8,16 +8,14 @@ neither: it is the call's one argument.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stagelink.errors import UsageError
+from stagelink.plan import Plan, Stage
 from stagelink.runner.parameters import parameters_of
 from stagelink.text import unknown
-
-if TYPE_CHECKING:
-    from stagelink.plan import Plan, Stage
 
 __all__ = ["TARGET", "Names", "Tensors"]
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
+from stagelink.exchange.handler import Handler
+from stagelink.exchange.session import Session
 from stagelink.runner.arguments import (
     agree,
     check_batches,
@@ -19,8 +22,8 @@ from stagelink.runner.arguments import (
     check_trains,
     steppers_of,
 )
-from stagelink.runner.async_epoch import AsyncEpoch
-from stagelink.runner.epoch import Counts, Epoch
+from stagelink.runner.batches import Batch
+from stagelink.runner.epoch import AsyncEpoch, Counts, Epoch
 from stagelink.runner.executor import Executor, Station
 from stagelink.runner.losses import Loss, Metric, Reduction, module_of
 from stagelink.runner.names import Names
@@ -31,13 +34,6 @@ from stagelink.runner.stream import Output, Stream, passing
 from stagelink.runner.summary import Clock, Summary, shares_of_all
 from stagelink.runner.sync import ReplicaSync
 from stagelink.schedule import replica_for
-
-if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from stagelink.exchange.handler import Handler
-    from stagelink.exchange.session import Session
-    from stagelink.runner.batches import Batch
 
 __all__ = ["PipelineRunner"]
 

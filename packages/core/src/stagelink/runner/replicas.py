@@ -14,27 +14,23 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, DisagreementError, TransportError
+from stagelink.exchange.handler import Handler
 from stagelink.transport.board import look_until
 from stagelink.transport.gloo_groups import break_off, gloo_group
 from stagelink.transport.host import server_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store
-
-    from stagelink.exchange.handler import Handler
 
 __all__ = ["ReplicaGroup"]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stagelink.errors import UsageError
+from stagelink.exchange.handler import Handler
+from stagelink.runner.step import Steppers, Trained
 from stagelink.text import shown
-
-if TYPE_CHECKING:
-    from stagelink.exchange.handler import Handler
-    from stagelink.runner.step import Steppers, Trained
 
 __all__ = ["State"]
 

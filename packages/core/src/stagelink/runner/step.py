@@ -6,17 +6,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from stagelink.errors import UsageError
-
-if TYPE_CHECKING:
-    from stagelink.exchange.handler import Handler
-    from stagelink.runner.scores import Counted
-    from stagelink.runner.summary import Clock
+from stagelink.exchange.handler import Handler
+from stagelink.runner.scores import Counted
+from stagelink.runner.summary import Clock
 
 __all__ = ["OptimizerStep", "Steppers", "Trained", "held_by"]
 

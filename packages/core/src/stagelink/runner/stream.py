@@ -6,20 +6,17 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from stagelink.errors import PeerClosedError
+from stagelink.exchange.handler import Handler
+from stagelink.exchange.session import Session
 from stagelink.runner.batches import Feed
 from stagelink.runner.epoch import cut_all, failing
-from stagelink.runner.names import TARGET
+from stagelink.runner.names import TARGET, Names, Tensors
 from stagelink.schedule import UNTIL_END
-
-if TYPE_CHECKING:
-    from stagelink.exchange.handler import Handler
-    from stagelink.exchange.session import Session
-    from stagelink.runner.names import Names, Tensors
 
 __all__ = ["Output", "Stream", "passing"]
 

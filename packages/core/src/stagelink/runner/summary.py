@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stagelink.exchange.handler import Handler
+from stagelink.exchange.handler import Handler
 
 __all__ = ["Clock", "Shares", "Summary", "shares_of_all"]
 

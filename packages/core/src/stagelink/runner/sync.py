@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from stagelink.errors import MessageError, UsageError
+from stagelink.exchange.handler import Handler
 from stagelink.runner.replicas import ReplicaGroup
+from stagelink.runner.step import Trained
 from stagelink.transport.payload import bytes_of, memory_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from stagelink.exchange.handler import Handler
-    from stagelink.runner.step import Trained
 
 __all__ = ["GradientBuffer", "ReplicaSync"]
 

@@ -9,9 +9,8 @@ from stagelink.schedule.actions import (
     Mode,
     actions_for,
     actions_of,
+    parse_actions,
 )
-from stagelink.schedule.checks import parse_actions
-from stagelink.schedule.memory import message_bytes
 from stagelink.schedule.routing import (
     microbatches_of,
     most_of_one,
@@ -31,6 +30,7 @@ from stagelink.schedule.warmup import (
     least_warm_up,
     safe_warm_up,
 )
+from stagelink.schedule.windows import message_bytes
 
 __all__ = [
     "UNTIL_END",

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
-if TYPE_CHECKING:
-    from stagelink.plan import Edge, Plan, Stage
+from stagelink.plan import Edge, Plan, Stage
 
 __all__ = [
     "channels",

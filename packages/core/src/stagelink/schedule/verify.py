@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from stagelink.arguments import MAPPING, checked, instance, optional
 from stagelink.errors import PlanError, VerificationError
 from stagelink.plan import Plan
 from stagelink.plan.model import too_many_microbatches
-from stagelink.schedule.actions import UNTIL_END, actions_for
-from stagelink.schedule.checks import action_problems
-from stagelink.schedule.memory import receive_bytes
+from stagelink.schedule.actions import UNTIL_END, Action, Mode, action_problems, actions_for
 from stagelink.schedule.versions import version_problems
 from stagelink.schedule.waits import cycle, describe
-from stagelink.schedule.walk import walk
+from stagelink.schedule.walk import Walked, walk
 from stagelink.schedule.warmup import find_warm_up, free_warm_up, until_it_repeats
-from stagelink.schedule.windows import at_least_two, forward_windows, training_windows
+from stagelink.schedule.windows import (
+    at_least_two,
+    forward_windows,
+    receive_bytes,
+    training_windows,
+)
 from stagelink.text import quoted, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from stagelink.schedule.actions import Action, Mode
-    from stagelink.schedule.walk import Walked
 
 __all__ = ["Grid", "Verification", "check_microbatches", "grid", "require", "verify"]
 

@@ -17,12 +17,9 @@ warm-up reaches over a whole batch: ``W * R <= m``; and that each replica has as
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from stagelink.plan import Plan, Stage
+from stagelink.plan import Plan, Stage
 
 __all__ = ["rounds_per_update", "version_for", "version_problems"]
 

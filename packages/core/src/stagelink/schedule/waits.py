@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from stagelink.plan import Edge, Plan
-    from stagelink.schedule.actions import Action
+from stagelink.plan import Edge, Plan
+from stagelink.schedule.actions import Action
 
 __all__ = ["Step", "Wait", "cycle", "describe"]
 

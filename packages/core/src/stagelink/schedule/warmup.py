@@ -27,17 +27,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from stagelink.plan import Plan
 from stagelink.schedule.actions import actions_for
 from stagelink.schedule.routing import period
 from stagelink.schedule.walk import walk
 from stagelink.schedule.windows import consumers, training_windows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from stagelink.plan import Plan
 
 __all__ = [
     "choose_warm_up",

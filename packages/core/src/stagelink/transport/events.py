@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from stagelink.transport.contract import Link
-    from stagelink.transport.header import Direction
+from stagelink.transport.contract import Link
+from stagelink.transport.header import Direction
 
 __all__ = ["Event", "EventName", "LinkCounters"]
 

@@ -21,17 +21,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from stagelink.errors import ConnectError
 from stagelink.transport.addresses import Address, address_of
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 __all__ = [
     "THREADS",

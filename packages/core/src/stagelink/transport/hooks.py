@@ -12,16 +12,13 @@ plugins implement one hook, the last one loaded is called first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pluggy
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from stagelink.transport.contract import Link, Transport
-    from stagelink.transport.events import Event, LinkCounters
-    from stagelink.transport.header import Direction
+from stagelink.transport.contract import Link, Transport
+from stagelink.transport.events import Event, LinkCounters
+from stagelink.transport.header import Direction
 
 __all__ = [
     "PROJECT",

@@ -17,14 +17,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
+
+import torch
 
 from stagelink.transport.buffers import lease
-
-if TYPE_CHECKING:
-    import torch
-
-    from stagelink.transport.contract import Port
+from stagelink.transport.contract import Port
 
 __all__ = ["Slot", "SlotReturns", "SlotRing", "returned_slots"]
 

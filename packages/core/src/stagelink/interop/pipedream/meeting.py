@@ -18,7 +18,7 @@ from stagelink.errors import ConnectError, DeadlineError, PlanError, StagelinkEr
 from stagelink.interop.collectives import ExplainedGroup, explained
 from stagelink.interop.pipedream.topology import Declaration
 from stagelink.plan.document import Control
-from stagelink.plan.launch import launch_problems
+from stagelink.plan.problems import launch_problems
 from stagelink.transport.gloo_groups import THREADS, break_off, gloo_group
 from stagelink.transport.host import server_id
 from stagelink.transport.interrupts import stops_caller
