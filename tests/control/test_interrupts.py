@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stagelink.control.connection import Frame
 
 MODULES = tuple(
-    f"stagelink.control.{name}" for name in ("plane", "reader", "connection", "failure")
+    f"stagelink.control.{name}" for name in ("plane", "reader", "wakes", "connection", "failure")
 )
 
 

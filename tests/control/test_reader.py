@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stagelink.control.reader import Reader, _Bell, _Phase
+from stagelink.control.reader import _BLOCKED, Reader
+from stagelink.control.wakes import Bell
 from stagelink.control.watches import readable
 from stagelink.deadline import Deadline
 from tests.support.interrupts import Interrupted, interrupted_everywhere, lock_is_free
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+MODULES = ("stagelink.control.reader", "stagelink.control.wakes")
 
 
 class Source:
@@ -248,14 +252,14 @@ def test_stopping_ends_a_stand_by_whose_wake_up_another_reader_swallowed(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wakes: list[int] = []
-    wake = source.reader.wake
+    wake = source.reader._waker.wake
 
     def swallow_first() -> None:
         wakes.append(1)
         if len(wakes) > 1:
             wake()
 
-    monkeypatch.setattr(source.reader, "wake", swallow_first)
+    monkeypatch.setattr(source.reader._waker, "wake", swallow_first)
     _started(source)
     assert source.watched.wait(20)
     source.reader.stop(Deadline(20))
@@ -320,7 +324,7 @@ def test_a_caller_that_reads_may_be_interrupted_anywhere(source: Source) -> None
         assert source.wait_for(1)
 
     places = 0
-    for place, error in interrupted_everywhere(call, "stagelink.control.reader"):
+    for place, error in interrupted_everywhere(call, *MODULES):
         assert isinstance(error, Interrupted), (place, error)
         _roles_are_free(source.reader, place)
         places += 1
@@ -332,7 +336,7 @@ def test_a_caller_that_sleeps_may_be_interrupted_anywhere(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stagelink.control.reader._LOOK_S", 0.001)  # so that it goes round
-    another = _Bell()
+    another = Bell()
     reader = source.reader
 
     def call() -> None:
@@ -343,7 +347,7 @@ def test_a_caller_that_sleeps_may_be_interrupted_anywhere(
             assert reader._reader is another
             reader._reader = None
 
-    for place, error in interrupted_everywhere(call, "stagelink.control.reader"):
+    for place, error in interrupted_everywhere(call, *MODULES):
         assert isinstance(error, Interrupted), (place, error)
         _roles_are_free(reader, place)
     call()
@@ -352,7 +356,7 @@ def test_a_caller_that_sleeps_may_be_interrupted_anywhere(
 def test_a_change_may_be_interrupted_anywhere(source: Source) -> None:
     thread = _in_thread(source, 1)
     assert source.reading.wait(20)
-    for place, error in interrupted_everywhere(source.reader.changed, "stagelink.control.reader"):
+    for place, error in interrupted_everywhere(source.reader.changed, *MODULES):
         assert isinstance(error, Interrupted), (place, error)
         assert lock_is_free(source.reader.lock, within_s=20), place
     source.put(1)
@@ -369,9 +373,7 @@ def test_the_stand_by_comes_in_after_an_interrupt_anywhere(
     def call() -> None:
         assert not source.wait_for(1, deadline_s=0.003)
 
-    for number, (place, error) in enumerate(
-        interrupted_everywhere(call, "stagelink.control.reader")
-    ):
+    for number, (place, error) in enumerate(interrupted_everywhere(call, *MODULES)):
         assert isinstance(error, Interrupted), (place, error)
         if number % 8 == 0:
             source.put(2)
@@ -389,7 +391,7 @@ def reader() -> Iterator[Reader]:
 
 
 def _run(reader: Reader, timeout_s: float) -> None:
-    reader._turn(_Bell(), timeout_s)
+    reader._turn(Bell(), timeout_s)
 
 
 @pytest.mark.parametrize("method", ["turn", "watch"])
@@ -400,7 +402,7 @@ def test_a_call_wakes_who_waits(reader: Reader, method: str) -> None:
     }
     waiting = threading.Thread(target=blocks[method])
     waiting.start()
-    while _Phase.BLOCKED not in {reader._phase, reader._standby_phase}:
+    while _BLOCKED not in {reader._phase, reader._standby_phase}:
         pass
     called: list[int] = []
     reader.call(lambda: called.append(1))

@@ -55,6 +55,9 @@ class _Writes(enum.Enum):
     CLOSED = enum.auto()
 
 
+_OPEN = _Writes.OPEN  # asked for every frame: an enum's attribute is slow
+
+
 class _Chunk(NamedTuple):
     data: memoryview
     fds: tuple[int, ...]
@@ -134,7 +137,7 @@ class Connection:
         if len(fds) > MAX_FDS:
             raise ProtocolError(f"{len(fds)} file descriptors in one frame; it takes {MAX_FDS}")
         with self._lock:
-            if self._writes is not _Writes.OPEN:
+            if self._writes is not _OPEN:
                 return
             if self._twin is not None:
                 self._twin._take_over(Frame(header, note, payload, [*_duplicates(fds)]))

@@ -17,17 +17,18 @@ import enum
 import math
 import os
 import select
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from stagelink.control.wakes import Bell, Waker
 from stagelink.control.watches import Action, Watch, Watches, event_mask
-from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
+    import socket
+
     from stagelink.deadline import Deadline
 
 __all__ = ["Reader"]
@@ -56,38 +57,10 @@ class _Phase(enum.Enum):
     PARKED = enum.auto()
 
 
-class _Bell:
-    """One thread's wake-up call, which is kept for it while it is not asleep.
-
-    Attributes:
-        thread: whose it is.
-    """
-
-    __slots__ = ("_rung", "thread")
-
-    def __init__(self, thread: int = 0) -> None:
-        self.thread = thread
-        self._rung = threading.Lock()
-        self._rung.acquire(blocking=False)
-
-    def ring(self) -> None:
-        """Wake its thread, or have its next `sleep` return at once; from any thread."""
-        try:
-            self._rung.release()
-        except RuntimeError as error:  # it has been rung, and not heard yet
-            if stops_caller(error):
-                raise
-
-    def sleep(self, timeout_s: float) -> bool:
-        """Block until it is rung; False when time ran out. Signals interrupt it."""
-        return self._rung.acquire(timeout=timeout_s)
-
-    def heard(self) -> bool:
-        """Whether it was rung since this, or `sleep`, was last called; never blocks."""
-        return self._rung.acquire(blocking=False)
+_AWAY, _BLOCKED, _DISPATCHING, _PARKED = _Phase  # an enum's attribute is slow
 
 
-def _ring(bells: set[_Bell], reader: _Bell | None) -> None:
+def _ring(bells: set[Bell], reader: Bell | None) -> None:
     """Wake everybody but the one who reads."""
     for bell in tuple(bells):
         if bell is not reader:
@@ -116,9 +89,9 @@ class Reader:
         self.on_alarm: Callable[[], None] = lambda: None
         self.on_error: Callable[[BaseException], None] | None = None
         self.spin_s = 0.0
-        self._reader: _Bell | None = None
-        self._phase = _Phase.AWAY
-        self._waiting: set[_Bell] = set()
+        self._reader: Bell | None = None
+        self._phase = _AWAY
+        self._waiting: set[Bell] = set()
         self._last_call = self._last_turn = 0.0
         self._short_waits = 0
         self._alarm_s = math.inf
@@ -128,13 +101,11 @@ class Reader:
         self._watches = Watches(self._epoll, self._ready)
         self._watcher = select.poll()
         self._watcher.register(self._epoll.fileno(), select.POLLIN)
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-        self.add(self._wake_in, self._on_wake)
+        self._waker = Waker()
+        self.add(self._waker.sock, self._waker.hear)
         self._standby = threading.Thread(target=self._stand_by, name=name, daemon=True)
-        self._standby_phase = _Phase.AWAY
-        self._idle = _Bell()
+        self._standby_phase = _AWAY
+        self._idle = Bell()
         self._stopped = False
 
     # -- what is read
@@ -212,7 +183,7 @@ class Reader:
             return
         # Again and again: a caller that still reads may swallow a wake-up.
         while self._standby.is_alive() and not deadline.passed:
-            self.wake()
+            self._waker.wake()
             self._standby.join(min(_WAKE_AGAIN_S, deadline.remaining_s))
 
     def touch(self) -> None:
@@ -226,9 +197,9 @@ class Reader:
             _ring(self._waiting, reader)
             # Who is dispatching looks again by itself. The same thread in a signal handler, which
             # interrupted its wait, goes on waiting.
-            dispatches_here = self.reads_here and self._phase is _Phase.DISPATCHING
+            dispatches_here = self.reads_here and self._phase is _DISPATCHING
             if reader in self._waiting and not dispatches_here:
-                self.wake()
+                self._waker.wake()
 
     def wait(
         self,
@@ -241,14 +212,14 @@ class Reader:
         Signals interrupt it. An exception out of reading, ``ready`` or ``check`` ends it; the
         latter is called before each ``ready``.
         """
-        me: _Bell | None = None
+        me: Bell | None = None
         try:
             with self.lock:
                 self._last_call = began = time.monotonic()
                 check()
                 if ready():
                     return True
-                me = _Bell(threading.get_ident())
+                me = Bell(threading.get_ident())
                 # From now on a change rings: none is missed between two looks.
                 self._waiting.add(me)
             long_from = began + _LONG_S
@@ -267,7 +238,7 @@ class Reader:
         finally:
             if me is not None:
                 self._waiting.discard(me)
-                if self._standby_phase is _Phase.PARKED and not self._waiting:
+                if self._standby_phase is _PARKED and not self._waiting:
                     self._idle.ring()
 
     @property
@@ -276,7 +247,7 @@ class Reader:
         reader = self._reader
         return reader is not None and reader.thread == threading.get_ident()
 
-    def _turn(self, me: _Bell, timeout_s: float) -> None:
+    def _turn(self, me: Bell, timeout_s: float) -> None:
         """Take the role if it is free and nothing has changed meanwhile; read once; wake all."""
         try:
             with self.lock:
@@ -290,7 +261,7 @@ class Reader:
             self.on_error(error)
         finally:
             if self._reader is me:
-                self._phase = _Phase.AWAY
+                self._phase = _AWAY
                 self._reader = None
                 self._last_turn = time.monotonic()
                 if len(self._waiting) > (me in self._waiting):
@@ -298,7 +269,7 @@ class Reader:
                         _ring(self._waiting, me)
 
     def _stand_by(self) -> None:
-        me = _Bell(threading.get_ident())
+        me = Bell(threading.get_ident())
         while not self._stopped:
             until = min(self._last_call + _GRACE_S, self._last_turn + _UNREAD_S)
             nap = until - time.monotonic()
@@ -306,10 +277,10 @@ class Reader:
                 self._idle.sleep(nap)
             elif self._waiting:
                 # Through a long wait: to be woken costs the caller as much as a message.
-                self._standby_phase = _Phase.PARKED
+                self._standby_phase = _PARKED
                 if self._waiting:
                     self._idle.sleep(_LOOK_S)
-                self._standby_phase = _Phase.AWAY
+                self._standby_phase = _AWAY
             else:
                 self._wait_for_input()
                 if not (self._waiting or self._stopped):
@@ -326,18 +297,20 @@ class Reader:
         if self._calls:  # to ask for descriptors too costs as much again
             return []
         began = time.monotonic()
-        timeout_s = 0.0 if self._watches.due else min(timeout_s, max(0.0, self._alarm_s - began))
+        due = self._watches.due
+        if due or self._alarm_s - began < timeout_s:
+            timeout_s = 0.0 if due else max(0.0, self._alarm_s - began)
         spin_s = min(self.spin_s, timeout_s)
         if self._short_waits >= _SHORT_WAITS:
             while time.monotonic() - began < spin_s:
                 events = self._epoll.poll(0)
-                if events or self._calls or self._watches.due:
+                if events or self._calls or due:
                     return events
                 os.sched_yield()
             timeout_s -= spin_s
-        self._phase = _Phase.BLOCKED  # what is to be called from now on wakes us
-        events = self._epoll.poll(0 if self._calls or self._watches.due else timeout_s)
-        self._phase = _Phase.AWAY
+        self._phase = _BLOCKED  # what is to be called from now on wakes us
+        events = self._epoll.poll(0 if self._calls or due else timeout_s)
+        self._phase = _AWAY
         if spin_s:
             short = time.monotonic() - began < spin_s
             self._short_waits = self._short_waits + 1 if short else 0
@@ -345,7 +318,7 @@ class Reader:
 
     def _dispatch(self, events: list[tuple[int, int]]) -> None:
         """Call what is ready and what is due; what that leads to waits for the next turn."""
-        self._phase = _Phase.DISPATCHING
+        self._phase = _DISPATCHING
         for fd, mask in events:
             ready = self._ready.get(fd)
             if ready is not None:  # else what came before it in this turn has removed it
@@ -354,43 +327,27 @@ class Reader:
             self._calls.popleft()()
         if self._watches.due:
             self._watches.act()
-        if self._alarm_s <= time.monotonic():
+        if self._alarm_s < math.inf and self._alarm_s <= time.monotonic():
             self._alarm_s = math.inf
             self.on_alarm()
 
     def _wait_for_input(self) -> None:
         """Block until a turn would not, and read nothing."""
-        self._standby_phase = _Phase.BLOCKED
+        self._standby_phase = _BLOCKED
         if not (self._calls or self._watches.due):
             left_s = max(0.0, self._alarm_s - time.monotonic())
             self._watcher.poll(None if left_s == math.inf else math.ceil(left_s * 1000))
-        self._standby_phase = _Phase.AWAY
+        self._standby_phase = _AWAY
 
     # -- being woken
 
     def _wake_blocked(self) -> None:
-        if self._phase is _Phase.BLOCKED or self._standby_phase is _Phase.BLOCKED:
-            self.wake()
-
-    def wake(self) -> None:
-        """Make a turn that blocks return; from any thread, also when there is none."""
-        try:
-            self._wake_out.send(b"\0")
-        except OSError as error:  # full: one is on its way; closed: nobody is left to be woken
-            if stops_caller(error):
-                raise
-
-    def _on_wake(self, _mask: int) -> None:
-        try:
-            self._wake_in.recv(4096)
-        except BlockingIOError as error:
-            if stops_caller(error):
-                raise
+        if self._phase is _BLOCKED or self._standby_phase is _BLOCKED:
+            self._waker.wake()
 
     def close(self) -> None:
         """Give the descriptors back; what was added and watched is others' to close."""
-        self._wake_in.close()
-        self._wake_out.close()
+        self._waker.close()
         self._epoll.close()
 
     def forget(self) -> None:
