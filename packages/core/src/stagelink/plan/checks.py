@@ -185,18 +185,18 @@ def _wrong_way(
         return None
     if target == source:
         return f"stage {source!r} cannot send to itself"
-    way = shortest_path(successors, stages[target], stages[source])
-    if way is None:
+    path = shortest_path(successors, stages[target], stages[source])
+    if path is None:
         return f"backward: {target!r} is listed before {source!r}; list stages in pipeline order"
     names = list(stages)
-    cycle = quoted((names[index] for index in [stages[source], *way]), " → ")
+    cycle = quoted((names[index] for index in [stages[source], *path]), " → ")
     return f"a cycle: {cycle}; tensors go to later stages only"
 
 
 def shortest_path(
     successors: Mapping[int, Iterable[int]], start: int, goal: int
 ) -> list[int] | None:
-    """The nodes of a shortest way from start to goal, both included; None where there is none."""
+    """The nodes of a shortest path from start to goal, both included; None where there is none."""
     came_from = {start: start}
     waiting = deque([start])
     while waiting and goal not in came_from:
@@ -219,10 +219,10 @@ def pieces(ends: Iterable[tuple[int, int]]) -> Sequence[list[int]]:
 
 
 def _path_back(came_from: Mapping[int, int], start: int, goal: int) -> list[int]:
-    way = [goal]
-    while way[-1] != start:
-        way.append(came_from[way[-1]])
-    return way[::-1]
+    path = [goal]
+    while path[-1] != start:
+        path.append(came_from[path[-1]])
+    return path[::-1]
 
 
 def _piece(start: int, neighbours: Mapping[int, Iterable[int]], unseen: set[int]) -> list[int]:

@@ -91,7 +91,7 @@ def _contradiction(rule: LinkRule, topology: _Topology) -> str | None:
         edges = [edge for edge in edges if edge.tensor.name in rule.keys["tensor"]]
     if not edges:
         keys = _given(rule, topology, ("from", "to", "tensor"))
-        return f"no tensor has {keys}{_ways(rule, topology)}"
+        return f"no tensor has {keys}{_paths(rule, topology)}"
     if not any(_servers_fit(rule, sources[edge.source], targets[edge.target]) for edge in edges):
         ends = "different servers" if True in rule.keys["same_server"] else "one server"
         return f"every link that fits its other keys has its ends on {ends}"
@@ -125,13 +125,13 @@ def _given(rule: LinkRule, topology: _Topology, sides: tuple[str, ...]) -> str:
     return " and ".join(f"{key} = {values}" for key, values in keys if key.split("_")[0] in sides)
 
 
-def _ways(rule: LinkRule, topology: _Topology) -> str:
+def _paths(rule: LinkRule, topology: _Topology) -> str:
     """Where the tensors that the rule names do go."""
     names = topology.names
-    ways = [
+    paths = [
         f"; {tensor.name!r} goes from {names[tensor.source]!r} to "
         f"{quoted(names[target] for target in tensor.targets)}"
         for tensor in dict.fromkeys(edge.tensor for edge in topology.edges)
         if tensor.name in rule.keys.get("tensor", ())
     ]
-    return "".join(ways)
+    return "".join(paths)

@@ -53,13 +53,13 @@ def cycle(waits: Iterable[Wait]) -> list[Wait]:
         waits: every rank that waits for ever, at least one; so each one's blocker is among them.
     """
     by_rank = {wait.rank: wait for wait in waits}
-    way: dict[int, Wait] = {}
+    path: dict[int, Wait] = {}
     rank = next(iter(by_rank))
-    while rank not in way:
-        way[rank] = by_rank[rank]
+    while rank not in path:
+        path[rank] = by_rank[rank]
         rank = by_rank[rank].blocker
-    ranks = list(way)
-    return [way[member] for member in ranks[ranks.index(rank) :]]
+    ranks = list(path)
+    return [path[member] for member in ranks[ranks.index(rank) :]]
 
 
 def describe(plan: Plan, waits: Sequence[Wait], windows: Sequence[int]) -> str:

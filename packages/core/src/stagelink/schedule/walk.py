@@ -1,7 +1,7 @@
 """The walk: the actions of all ranks, run against each other in rounds, without time or tensors.
 
 It is a game of tokens. Each step of an action takes one, which it may have to wait for, and gives
-one to another rank: a receive takes the message that a send gave, a send takes the place that a
+one to another rank: a receive takes the message that a send gave, a send takes the credit that a
 receive gave back. In a round, every rank that has what it needs does one action; what it gives can
 be taken in the next round, so the order in which a round is gone through changes nothing.
 
@@ -43,11 +43,11 @@ class _Tokens:
         self._microbatches = microbatches
         self._gradients = messages
         self._releases = 2 * messages
-        self._places: list[int] = []
+        self._credits: list[int] = []
         self._channels = [channels(plan, edge) for edge in plan.edges]
         self._count = self._releases + plan.world_size
         for of_edge in self._channels:
-            self._places.append(self._count)
+            self._credits.append(self._count)
             # Replicas without a common factor may need more microbatches than there are.
             self._count += max(of_edge[:microbatches], default=-1) + 1
 
@@ -63,10 +63,10 @@ class _Tokens:
         """The rank's release from the barrier of its stage's replicas."""
         return self._releases + rank
 
-    def place(self, edge: int, microbatch: int) -> int:
-        """A free place on the channel that the microbatch takes along the edge."""
+    def credit(self, edge: int, microbatch: int) -> int:
+        """A credit of the channel that the microbatch takes along the edge."""
         of_edge = self._channels[edge]
-        return self._places[edge] + of_edge[microbatch % len(of_edge)]
+        return self._credits[edge] + of_edge[microbatch % len(of_edge)]
 
     def at_start(self, windows: Sequence[int]) -> list[int]:
         """Count each at first: nothing has arrived, and the windows are free.
@@ -75,8 +75,8 @@ class _Tokens:
             windows: the credits of each channel, per edge.
         """
         counts = [0] * self._count
-        ends = [*self._places[1:], self._count]
-        for window, first, end in zip(windows, self._places, ends, strict=False):
+        ends = [*self._credits[1:], self._count]
+        for window, first, end in zip(windows, self._credits, ends, strict=False):
             counts[first:end] = [window] * (end - first)
         return counts
 
@@ -113,7 +113,7 @@ def walk(
     """Run the actions of all ranks against each other until nothing moves.
 
     An edge with gradient is taken to return one for every message in training. Where one at run
-    time returns none, its place is freed at the receive already: what got through still does.
+    time returns none, its credit is returned at the receive already: what got through still does.
 
     Args:
         plan: the plan.
@@ -251,14 +251,14 @@ class _Walk:
         if not self._take(walker, self._tokens.message(edge, microbatch)):
             return False
         if not self._returns[edge]:
-            self._give_place(edge, microbatch)
+            self._give_credit(edge, microbatch)
         return True
 
     def _send(self, walker: _Walker, edge: int, microbatch: int) -> bool:
-        place = self._tokens.place(edge, microbatch)
-        if not self._take(walker, place):
+        credit = self._tokens.credit(edge, microbatch)
+        if not self._take(walker, credit):
             return False
-        in_flight = self._windows[edge] - self._counts[place]
+        in_flight = self._windows[edge] - self._counts[credit]
         self._peaks[edge] = max(self._peaks[edge], in_flight)
         message = self._tokens.message(edge, microbatch)
         self._given.append((message, rank_for(self._targets[edge], microbatch)))
@@ -267,7 +267,7 @@ class _Walk:
     def _receive_gradient(self, walker: _Walker, edge: int, microbatch: int) -> bool:
         if not self._take(walker, self._tokens.gradient(edge, microbatch)):
             return False
-        self._give_place(edge, microbatch)
+        self._give_credit(edge, microbatch)
         return True
 
     def _send_gradient(self, _walker: _Walker, edge: int, microbatch: int) -> bool:
@@ -275,9 +275,9 @@ class _Walk:
         self._given.append((gradient, rank_for(self._sources[edge], microbatch)))
         return True
 
-    def _give_place(self, edge: int, microbatch: int) -> None:
-        place = self._tokens.place(edge, microbatch)
-        self._given.append((place, rank_for(self._sources[edge], microbatch)))
+    def _give_credit(self, edge: int, microbatch: int) -> None:
+        credit = self._tokens.credit(edge, microbatch)
+        self._given.append((credit, rank_for(self._sources[edge], microbatch)))
 
     def _wait_for_replicas(self, walker: _Walker, _edge: int, _microbatch: int) -> bool:
         if self._take(walker, self._tokens.release(walker.rank)):

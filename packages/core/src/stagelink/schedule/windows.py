@@ -3,7 +3,7 @@
 A window says how many messages may be in flight between two ranks on an edge. It is as large as
 the schedule's own order makes use of, so that it bounds memory and never throttles: in training,
 as many microbatches as the producer forwards before it takes a gradient back; in forwards alone,
-as many as fit along the longest way that the edge spans, since what goes by a shortcut waits for
+as many as fit along the longest path that the edge spans, since what goes by a shortcut waits for
 what goes by every stage.
 """
 
@@ -65,14 +65,14 @@ def consumers(plan: Plan) -> list[list[int]]:
 
 
 def distances(plan: Plan) -> list[int]:
-    """Per edge, how many edges the longest way from its source to its target has, at least 1."""
+    """Per edge, how many edges the longest path from its source to its target has, at least 1."""
     following = consumers(plan)
-    longest = [_longest_ways(stage.index, following) for stage in plan.stages]
+    longest = [_longest_paths(stage.index, following) for stage in plan.stages]
     return [longest[edge.source][edge.target] for edge in plan.edges]
 
 
-def _longest_ways(start: int, following: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The longest way from a stage to each that can be reached, up to its furthest consumer."""
+def _longest_paths(start: int, following: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The longest path from a stage to each that can be reached, up to its furthest consumer."""
     longest = {start: 0}
     for stage in range(start, max(following[start], default=start)):
         if stage in longest:

@@ -126,10 +126,10 @@ class Phase:
             device = device_here(self._place.topology.devices[self._place.rank])
             with outside_modes():
                 ask = torch.zeros(self._ack_shape, dtype=torch.int64, device=device)
-            way = self._way(self._outgoing[ACK], minibatch)
-            self._session.send(way, _packed(ask), minibatch)
+            route = self._route(self._outgoing[ACK], minibatch)
+            self._session.send(route, _packed(ask), minibatch)
             self._asked_for_ack.add(minibatch)
-        self._session.send(self._way(edge, minibatch), message, minibatch)
+        self._session.send(self._route(edge, minibatch), message, minibatch)
 
     def due(self, name: str, cursor: int, *, back: bool) -> int:
         """Number of the minibatch whose tensor is next, with the caller's cursor there.
@@ -153,7 +153,7 @@ class Phase:
         """Receive what was sent forward; blocks until it is here."""
         edge = self._known(self._incoming, name, "receives")
         minibatch = self.minibatch(number)
-        tensor = self._session.recv(self._way(edge, minibatch), minibatch)
+        tensor = self._session.recv(self._route(edge, minibatch), minibatch)
         self._received[name, self._peer(edge, minibatch)] = number
         if tensor is None:
             return None
@@ -172,21 +172,21 @@ class Phase:
         """Send back a gradient, or what stands for one, or an ack; never waits for room."""
         edge = self._answerable(self._incoming, name, "receives")
         minibatch = self.minibatch(number)
-        way = self._way(edge, minibatch)
+        route = self._route(edge, minibatch)
         plain = _plain_of(tensor)
         if plain is not None:
             _check_dtype(plain, self._place.dtypes[name], self._what(name))
             tensor = _detached(_packed(plain))
         if name == ACK:
-            self._session.recv(way, minibatch)
-        self._session.send_grad(way, tensor, minibatch)
+            self._session.recv(route, minibatch)
+        self._session.send_grad(route, tensor, minibatch)
         self._returned[name, self._peer(edge, minibatch)] = number
 
     def answered(self, name: str, number: int) -> torch.Tensor | None:
         """Receive what was sent back; blocks until it is here."""
         edge = self._answerable(self._outgoing, name, "sends")
         minibatch = self.minibatch(number)
-        tensor = self._session.recv_grad(self._way(edge, minibatch), minibatch)
+        tensor = self._session.recv_grad(self._route(edge, minibatch), minibatch)
         if tensor is None:
             return None
         self._asked_for_ack.discard(minibatch)
@@ -216,7 +216,7 @@ class Phase:
         """Replica of the sending stage that has a minibatch."""
         return self._assignment.replicas[edge.source][minibatch]
 
-    def _way(self, edge: Edge, minibatch: int) -> str:
+    def _route(self, edge: Edge, minibatch: int) -> str:
         """The plan's name for the tensor between the two ranks that have the minibatch."""
         stages, replicas = self._place.topology.stages, self._assignment.replicas
         ends = [stages[s][replicas[s][minibatch]] for s in (edge.source, edge.target)]
