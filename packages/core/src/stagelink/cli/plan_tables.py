@@ -36,15 +36,7 @@ def plan_tables(
     problem: str | None,
     actions: Mapping[int, Sequence[Action]] | None,
 ) -> Iterator[Text | Table]:
-    """Texts and tables to print, from top to bottom.
-
-    Args:
-        plan: the plan.
-        result: of its verification.
-        assumed: its links.
-        problem: why it cannot run; None where it can.
-        actions: those that were verified, if not the schedule's.
-    """
+    """Texts and tables to print, from top to bottom; at the end whether the plan can run."""
     yield _heading(plan)
     yield _stages(plan, result)
     yield from map(_arguments, filter(attrgetter("arguments"), plan.stages))

@@ -320,9 +320,7 @@ without an end, a graph in pieces and a rule that never matches.
 def cross_problems(document: Document, unsound: Iterable[str]) -> Iterator[Problem]:
     """Find what is wrong between the tables and values of a document.
 
-    Args:
-        document: the document; its unsound tables hold stand-ins.
-        unsound: the top-level keys whose tables are wrong in themselves.
+    The tables of ``unsound`` keys are wrong in themselves; the document has stand-ins for them.
     """
     broken = set(unsound)
     for vouches_for, (check, needs) in _CHECKS.items():

@@ -45,7 +45,7 @@ def is_json(path: str | os.PathLike[str]) -> bool:
 
 
 def read_text(path: str | os.PathLike[str], what: str) -> str:
-    """The text of a file.
+    """The text of a file, which errors call ``what``.
 
     Raises:
         PlanError: it cannot be read, or is no UTF-8 text.
@@ -64,11 +64,7 @@ def read_text(path: str | os.PathLike[str], what: str) -> str:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """The mapping that a TOML text stands for.
-
-    Args:
-        text: the text.
-        where: the file, or another word for where it came from; errors begin with it.
+    """The mapping that a TOML text stands for; errors begin with ``where``.
 
     Raises:
         PlanError: with line and column.
@@ -120,9 +116,7 @@ class _Configuration(BaseModel):
 def parse_pipedream(text: str, where: str) -> dict[str, Any]:
     """The plan that a configuration of PipeDream's stands for, as a TOML reader would give it.
 
-    Args:
-        text: the file's.
-        where: the file; errors begin with it, and the pipeline is named after it.
+    Errors begin with ``where``, its file, and the pipeline is named after it.
 
     Raises:
         PlanError: with a line for everything that is wrong.

@@ -30,12 +30,9 @@ class Problem:
 
 
 def plan_error(where: str, problems: Iterable[Problem], raw: object) -> PlanError:
-    """One error for all problems.
+    """One error for all problems, each of its lines with ``where``, a word for the plan's origin.
 
-    Args:
-        where: the file, or another word for where the plan came from; every line begins with it.
-        problems: in the order to show; past the first hundred they are not even looked for.
-        raw: the mapping they were found in; it tells a list from a scalar that stood for one.
+    The mapping they were found in, ``raw``, tells a list from a scalar that stood for one.
     """
     found = list(islice(problems, _MOST_PROBLEMS + 1))
     lines = [_line(where, problem, raw) for problem in found[:_MOST_PROBLEMS]]

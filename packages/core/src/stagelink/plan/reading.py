@@ -61,12 +61,8 @@ _STAND_INS: Mapping[str, Any] = {
 def read_document(raw: object, where: str) -> Document:
     """Validate a plan's mapping, in itself and across its tables.
 
-    Args:
-        raw: what a TOML reader gives; a user may also build it.
-        where: the file, or another word for where it came from; it begins every line of an error.
-
     Raises:
-        PlanError: with a line for every problem.
+        PlanError: with a line for every problem, which begins with ``where``.
     """
     plain = dict(raw) if isinstance(raw, Mapping) else raw
     document, problems = _validated(plain)
@@ -96,12 +92,7 @@ def _sound(raw: object, unsound: set[str]) -> dict[str, object]:
 
 
 def problem_text(detail: ErrorDetails, keys: Iterable[str]) -> str:
-    """Word what is wrong.
-
-    Args:
-        detail: the validator's own account of it.
-        keys: those that the table has, for one that it does not.
-    """
+    """Word what is wrong by the validator's account of it, and the keys that the table has."""
     kind = detail["type"]
     if kind == OWN_TEXT:
         return detail["msg"]

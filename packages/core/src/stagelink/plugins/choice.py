@@ -189,10 +189,8 @@ def device_of(plan: Plan, edge: Edge) -> str:
 def asked_for(plan: Plan, links: Iterable[tuple[Edge, int, int]]) -> set[str] | None:
     """Names of the transports that the rules allow for some links; None: all that are installed.
 
-    Args:
-        plan: the plan.
-        links: edge, source rank and target rank of each. Where the plan lists no servers, it is
-            not known yet whether the two share one, and both cases count.
+    A link is an edge, its source rank and target rank. Where the plan lists no servers, it is not
+    known yet whether the two share one, and both cases count.
     """
     names: set[str] = set()
     for edge, source, target in links:
@@ -207,11 +205,7 @@ def asked_for(plan: Plan, links: Iterable[tuple[Edge, int, int]]) -> set[str] | 
 def asker(survey: Survey, hooks: Relay, rank: int | None) -> Asker:
     """Ask this process's transports and plugins.
 
-    Args:
-        survey: the transports.
-        hooks: the plugins.
-        rank: this process's rank, whose places are the local ones; None: none is, and the
-            transports answer for the source.
+    The places of ``rank`` are the local ones; None: the transports answer for the source.
     """
 
     def can_connect(link: Link, source: Place, target: Place) -> Verdict:

@@ -99,13 +99,7 @@ class Installed:
         return candidates[0]
 
     def absent(self, kind: str, name: str, known: Iterable[str]) -> str:
-        """Word the absence of a name that was asked for from ``by_name``.
-
-        Args:
-            kind: ``"transport"`` or ``"observer"``.
-            name: the name.
-            known: the names that could be asked for.
-        """
+        """Word why a name of a kind is not in ``by_name``, and the near misses among those known."""
         if name in self.disabled:
             providers = " and ".join(map(str, self.disabled[name]))
             return (
@@ -130,11 +124,7 @@ def conflict(name: str, providers: Iterable[str]) -> PluginError:
 
 
 def discover(group: str) -> Installed:
-    """Look through the metadata of all installed distributions, without importing any.
-
-    Args:
-        group: `TRANSPORTS` or `OBSERVERS`.
-    """
+    """Look through the metadata of all distributions for a group, without importing any."""
     switched_off = {word.strip() for word in os.environ.get(DISABLE_VARIABLE, "").split(",")}
     by_name: dict[str, tuple[Found, ...]] = {}
     disabled: dict[str, tuple[Found, ...]] = {}

@@ -43,14 +43,7 @@ _BETWEEN = (
 def attempt(
     who: str, what: str, function: Callable[..., Any], *given: object, hint: str = ""
 ) -> Any:
-    """Call code of a plugin.
-
-    Args:
-        who: the plugin, in words.
-        what: of it is called.
-        function: the code.
-        given: its arguments.
-        hint: a remedy to name, should it raise.
+    """Call a function of a plugin, ``what`` of ``who`` in words; ``hint`` is a remedy.
 
     Raises:
         PluginError: it raised, or would have ended the process.
@@ -64,12 +57,7 @@ def attempt(
 
 
 def broken(who: str, problems: Sequence[str]) -> PluginError:
-    """Make the error for a plugin with problems.
-
-    Args:
-        who: the plugin, in words.
-        problems: one text each.
-    """
+    """Make the error for a plugin, in words, with problems of one text each."""
     if len(problems) == 1:
         return PluginError(f"{who} cannot be used: {problems[0]}")
     listed = "".join(f"\n  - {problem}" for problem in problems)
@@ -77,12 +65,7 @@ def broken(who: str, problems: Sequence[str]) -> PluginError:
 
 
 def raised(what: str, error: BaseException) -> str:
-    """Word an exception of a plugin's, with its causes and the line where it broke.
-
-    Args:
-        what: of the plugin raised it.
-        error: with its traceback.
-    """
+    """Word an exception of a plugin's, with its causes and the line where it broke."""
     causes = [f"{type(one).__name__}: {one}" for one in _causes(error)]
     return f"{what} raised {', because of '.join(causes)}{_place(error)}"
 
@@ -132,10 +115,8 @@ _HOOKS = [name for name in vars(hooks) if new_manager().parse_hookspec_opts(hook
 def plugin_problems(plugin: object, trial: pluggy.PluginManager | None = None) -> list[str]:
     """Find what keeps a plugin from taking part: a misspelt, unmarked or foreign hook, or none.
 
-    Args:
-        plugin: a module, or an object with hook implementations as methods.
-        trial: a manager without plugins on which it is tried, and stays where it has no problem.
-            A handler's own is none: one that is refused would leave its trace there.
+    It is tried on ``trial``, a manager without plugins, and stays there where it has no problem; a
+    handler's own is none, since one that is refused would leave its trace.
 
     Returns:
         One text per problem, each with its remedy; empty where there is none.

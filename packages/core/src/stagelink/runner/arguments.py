@@ -57,17 +57,11 @@ def check_scores(
 ) -> dict[str, Callable[..., Any]]:
     """Make sure that loss and metrics can be called, and are what the reduction says.
 
-    Args:
-        loss: the loss, or None.
-        reduction: how it makes one number of many items.
-        metrics: by name, or None.
-        last: whether this is the stage that uses them.
-
     Returns:
-        The metrics.
+        The metrics by name.
 
     Raises:
-        UsageError: something is not as it should be.
+        UsageError: something is not as it should be; with ``last`` the loss's own reduction, too.
     """
     known = get_args(Reduction)
     if not isinstance(reduction, str) or reduction not in known:
@@ -111,12 +105,7 @@ def _check_function(what: str, value: object) -> None:
 
 
 def steppers_of(optimizer: object, scheduler: object, clip_norm: object) -> Steppers:
-    """Gather what steps the parameters, each kind in a list of its own.
-
-    Args:
-        optimizer: one, several in a list or tuple, or None.
-        scheduler: the same.
-        clip_norm: bound on the norm of the gradients, or None.
+    """Gather what steps the parameters: optimizers and schedulers, each one, several or None.
 
     Raises:
         UsageError: one cannot be stepped here, or they do not belong together.
@@ -226,12 +215,6 @@ def _required(stepper: object) -> str:
 def check_trainable(comm: Handler, trained: Trained, loss: object, steppers: Steppers) -> None:
     """Make sure that optimizers, module and loss belong to each other on this stage.
 
-    Args:
-        comm: the handler.
-        trained: the stage's parameters.
-        loss: as the runner was given it, on whatever stage.
-        steppers: what steps the parameters.
-
     Raises:
         UsageError: they do not.
     """
@@ -272,12 +255,8 @@ def _check_initialized(where: str, parameters: Iterable[torch.Tensor]) -> None:
 def agree(comm: Handler, settings: Mapping[str, object]) -> None:
     """Make sure that every rank gives its runner the same; blocks until all have called.
 
-    Args:
-        comm: the handler.
-        settings: by name; in the same order everywhere.
-
     Raises:
-        DisagreementError: one differs.
+        DisagreementError: a setting differs.
     """
     own = [float(zlib.crc32(repr(value).encode())) for value in settings.values()]
     found = comm.reduce([*own, *(-value for value in own)], "max")

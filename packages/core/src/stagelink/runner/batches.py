@@ -107,11 +107,7 @@ def check_mapping(batch: object) -> Mapping[str, object]:
 
 
 def cut(tensors: Mapping[str, object], microbatches: int) -> Batch:
-    """Cut a batch along its first dimension.
-
-    Args:
-        tensors: by name; every one with the samples along its first dimension.
-        microbatches: how many parts; one per sample where there are fewer samples.
+    """Cut a batch along its first dimension, in fewer parts where it has fewer samples.
 
     Raises:
         UsageError: something is no tensor, or one that cannot be cut, the sizes differ, or there

@@ -56,13 +56,7 @@ class Counts(NamedTuple):
 
 
 class Epoch:
-    """One pass over batches, which only the first stage sees.
-
-    Args:
-        comm: the handler.
-        names: what this rank's stage takes and gives.
-        clock: is told how long sessions are waited for.
-    """
+    """One pass over batches, which only the first stage sees; the clock hears of its waits."""
 
     def __init__(self, comm: Handler, names: Names, clock: Clock) -> None:
         self._comm = comm
@@ -123,14 +117,8 @@ def cut_all(
 ) -> Iterator[Batch]:
     """The batches of a first stage, each cut into the plan's number of microbatches.
 
-    Args:
-        comm: the handler.
-        names: what the stage takes and gives.
-        batches: from names to tensors.
-        scored: whether there is a loss, which needs its target.
-
     Raises:
-        UsageError: one is not what it should be.
+        UsageError: one is not what it should be, or lacks the target where it is ``scored``.
     """
     for batch in batches:
         yield cut(names.of_batch(check_mapping(batch), scored=scored), comm.plan.microbatches)
@@ -154,12 +142,8 @@ def failing(comm: Handler) -> Iterator[None]:
 class AsyncEpoch:
     """One epoch on this rank.
 
-    Args:
-        comm: the handler.
-        station: the stage's module and what belongs to it.
-        update: steps the module's parameters.
-        sync: makes the replicas' gradients one; None where there is one replica.
-        mean: whether a round's gradient is the mean over replicas, not their sum.
+    With ``mean`` a round's gradient is the mean over the replicas, whose gradients ``sync`` makes
+    one, else their sum.
     """
 
     def __init__(
@@ -178,11 +162,7 @@ class AsyncEpoch:
         self._mean = mean
 
     def run(self, batches: Iterable[object], title: str | None) -> Counts:
-        """Open the session and carry it out to the end of the batches.
-
-        Args:
-            batches: on a first stage.
-            title: of a progress bar on stderr; None: without one.
+        """Open the session and carry it out to the end of the batches; as `Epoch.run`.
 
         Raises:
             UsageError: a batch is not what it should be.

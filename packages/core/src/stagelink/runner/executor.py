@@ -53,12 +53,7 @@ class _Kept(NamedTuple):
 
 
 class Executor:
-    """The microbatches of one session on this rank.
-
-    Args:
-        session: the session.
-        station: the stage's module and what belongs to it.
-        part: on a first stage, what gives a microbatch's part of the data.
+    """The microbatches of one session on this rank; ``part`` gives a first stage's share of data.
 
     A subclass may give another module, number of items or backward.
     """

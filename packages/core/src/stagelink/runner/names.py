@@ -27,13 +27,7 @@ Tensors = Mapping[str, torch.Tensor | None]
 
 
 class Names:
-    """The names that matter on one stage.
-
-    Args:
-        module: the stage's module; its ``forward`` says what it takes.
-        plan: the plan.
-        stage: the stage.
-        scored: whether the last stage has a loss, which needs the target.
+    """The names that matter on one stage; the last one needs the target where it is ``scored``.
 
     Attributes:
         first: whether the stage receives nothing, and so takes batches.
@@ -64,10 +58,6 @@ class Names:
     def of_batch(self, batch: Mapping[str, object], *, scored: bool = True) -> dict[str, object]:
         """The entries of a batch that this first stage has a use for; it may have others.
 
-        Args:
-            batch: the batch.
-            scored: whether there is a loss, which needs its target.
-
         Raises:
             UsageError: one that the module requires, or the target of the loss, is missing.
         """
@@ -88,26 +78,17 @@ class Names:
     def arguments(
         self, tensors: Tensors
     ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor | None]]:
-        """Arguments of the module's call: by position, and by name.
-
-        Args:
-            tensors: what the stage received, or its part of the batch.
-        """
+        """Arguments of the module's call with a microbatch's tensors: by position, and by name."""
         bound = self._bound(tensors)
         return self._parameters.bind({to: tensors[name] for name, to in bound.items()})
 
     def outputs(self, result: Any, tensors: Tensors) -> dict[str, torch.Tensor | None]:
         """Tensors that the stage sends, by name.
 
-        A tensor that the module does not return is taken from the batch.
-
-        Args:
-            result: what the module returned: a tensor where there is one to return, or a mapping.
-            tensors: as for `arguments`.
+        A tensor that the module does not return, alone or in a mapping, is taken from the batch.
 
         Raises:
-            UsageError: the result lacks a tensor that the stage produces, or has one that it does
-                not.
+            UsageError: the result lacks a tensor that the stage produces, or has another.
         """
         found = {**self._passing(tensors), **self._named(result, tensors)}
         missing = [name for name in self.produces if name not in found]
@@ -137,11 +118,7 @@ class Names:
         return {name: tensors[name] for name in self.produces if name in tensors}
 
     def _bound(self, names: Iterable[str]) -> dict[str, str]:
-        """The parameter that each tensor is given to; without those that the module is not given.
-
-        Args:
-            names: of what the stage received, or of the batch.
-        """
+        """The parameter of each tensor, received or of the batch, that the module is given."""
         bound = {name: self._renamed.get(name, name) for name in names if self._is_argument(name)}
         sole, candidates = self._parameters.sole, [*filter(self._may_be_sole, names)]
         if sole is not None and sole not in bound.values() and len(candidates) == 1:

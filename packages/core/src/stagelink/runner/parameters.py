@@ -68,13 +68,10 @@ def _fixed(parameter: Parameter, values: Mapping[str, Any]) -> bool:
 
 
 def parameters_of(module: torch.nn.Module) -> Parameters:
-    """The parameters of a module, or of the one that it wraps.
+    """The parameters of a module, scripted or traced ones included, or of the one that it wraps.
 
     A wrapper, as `torch.compile`, `torch.nn.DataParallel` or checkpointing make it, takes
     ``(*args, **kwargs)`` and says nothing: then the module inside it tells.
-
-    Args:
-        module: the module; it may be scripted or traced, and its ``forward`` an attribute.
     """
     signature, inner = _signature(module), module
     for within in _wrapped_by(module):

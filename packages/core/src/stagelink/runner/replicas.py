@@ -109,9 +109,7 @@ class ReplicaGroup:
     def sum(self, buffer: torch.Tensor, scratch: torch.Tensor) -> None:
         """Replace a buffer's values by their sums over the replicas.
 
-        Args:
-            buffer: of a size that `size` divides.
-            scratch: as large as the buffer; its values are lost.
+        The buffer is of a size that `size` divides, ``scratch`` as large; its values are lost.
         """
         self._run(
             "summing", lambda group: group.alltoall_base(_raw(scratch), _raw(buffer), [], [])
@@ -128,14 +126,10 @@ class ReplicaGroup:
         self._run("copying", lambda group: group.broadcast([_raw(buffer)], options))
 
     def agree(self, digest: bytes, otherwise: str) -> None:
-        """Make sure that all replicas call with the same bytes.
-
-        Args:
-            digest: as many bytes on every replica.
-            otherwise: what it means if they differ, for the error.
+        """Make sure that all replicas call with the same bytes, as many on each.
 
         Raises:
-            DisagreementError: they do; on every replica.
+            DisagreementError: they differ, which means ``otherwise``; on every replica.
         """
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         all_ = torch.empty(self.size * len(digest), dtype=torch.uint8, device="cpu")

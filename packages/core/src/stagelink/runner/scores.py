@@ -88,13 +88,7 @@ class Scores:
         self.backward_done = False
 
     def add(self, output: Any, target: Any, items: int, of_items: int) -> torch.Tensor:
-        """Count one microbatch.
-
-        Args:
-            output: what the module returned.
-            target: what it is compared with.
-            items: samples in the microbatch.
-            of_items: samples in the batch.
+        """Count one microbatch, of so many items of the batch's.
 
         Returns:
             Its share of the batch's loss, to go backward from.

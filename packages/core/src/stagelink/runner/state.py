@@ -16,15 +16,7 @@ __all__ = ["State"]
 
 
 class State:
-    """Gives a stage's state, and takes one over.
-
-    Args:
-        comm: the handler.
-        module: the stage's.
-        loss: that of the last stage, where it is a module with anything to keep.
-        trained: the stage's parameters.
-        steppers: what steps them.
-    """
+    """Gives a stage's state, and takes one over; of a loss where it keeps anything."""
 
     def __init__(
         self,

@@ -28,10 +28,7 @@ def held_by(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
 class Trained:
     """The tensors of a stage, asked for anew each time: groups may be added, layers unfrozen.
 
-    Args:
-        module: the stage's.
-        loss: that of the last stage, where it is a module; it may have parameters.
-        optimizers: of the stage.
+    The loss is that of the last stage, where it is a module; it may have parameters.
     """
 
     def __init__(
@@ -122,14 +119,10 @@ class OptimizerStep:
             parameter.grad = None
 
     def end_batch(self, clock: Clock, counted: Counted) -> None:
-        """Scale the batch's gradients as the loss and the bound on the norm ask.
+        """Scale the batch's gradients as what the loss counted and the bound on the norm ask.
 
         Waits for every rank: with a bound, where the loss says what it counted, and in the first
         batch, to hear whether it does.
-
-        Args:
-            clock: is told of the wait.
-            counted: what the batch's losses counted on this rank.
 
         Raises:
             UsageError: the loss does not keep to one kind of result, or its weights make no sense.

@@ -180,13 +180,7 @@ def _parsed(plan: Plan, line: str) -> tuple[int, list[Action]]:
 def action_problems(
     plan: Plan, microbatches: int, actions: Mapping[int, Sequence[Action]]
 ) -> Iterator[str]:
-    """Everything that is wrong with the lists, one line each.
-
-    Args:
-        plan: the plan.
-        microbatches: how many the session has in the whole pipeline.
-        actions: by rank; a rank without a list does nothing.
-    """
+    """Everything that is wrong with lists by rank, a line each; without one a rank is idle."""
     ranks = range(plan.world_size)
     for rank in actions:
         if rank not in ranks:

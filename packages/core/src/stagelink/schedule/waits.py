@@ -47,10 +47,8 @@ class Wait:
 def cycle(waits: Iterable[Wait]) -> list[Wait]:
     """The cycle of the wait-for graph that the first wait leads into.
 
-    Each one's blocker is the rank of the next.
-
-    Args:
-        waits: every rank that waits for ever, at least one; so each one's blocker is among them.
+    Each one's blocker is the rank of the next. All ranks that wait for ever are given, at least
+    one, so each one's blocker is among them.
     """
     by_rank = {wait.rank: wait for wait in waits}
     path: dict[int, Wait] = {}
@@ -63,13 +61,7 @@ def cycle(waits: Iterable[Wait]) -> list[Wait]:
 
 
 def describe(plan: Plan, waits: Sequence[Wait], windows: Sequence[int]) -> str:
-    """The waits in words, one after the other; a long list is cut and counted.
-
-    Args:
-        plan: the plan.
-        waits: a cycle.
-        windows: per edge, the window that the walk had.
-    """
+    """The waits of a cycle in words, one after the other; a long list is cut and counted."""
     texts = [_sentence(plan, wait, windows) for wait in waits[:_MOST_WAITS]]
     if len(waits) > _MOST_WAITS:
         texts.append(f"and so on through {len(waits)} ranks, back to the first")

@@ -40,13 +40,7 @@ def forward_windows(plan: Plan) -> tuple[int, ...]:
 
 
 def training_windows(plan: Plan, microbatches: int, warm_up: Sequence[int]) -> tuple[int, ...]:
-    """The window of each edge in training by the plan's schedule.
-
-    Args:
-        plan: the plan.
-        microbatches: how many the session has in the whole pipeline.
-        warm_up: per stage.
-    """
+    """The window of each edge in training by the plan's schedule, with a warm-up per stage."""
     if plan.window is not None or plan.schedule == "forward":
         return forward_windows(plan)
     if plan.schedule == "gpipe":
