@@ -99,7 +99,7 @@ class Installed:
         return candidates[0]
 
     def absent(self, kind: str, name: str, known: Iterable[str]) -> str:
-        """Word why a name of a kind is not in ``by_name``, and the near misses among those known."""
+        """Word why a name of a kind is not in ``by_name``, with near misses among those known."""
         if name in self.disabled:
             providers = " and ".join(map(str, self.disabled[name]))
             return (
