@@ -57,7 +57,7 @@ class Waker:
         """Make the socket readable; from any thread."""
         try:
             self._out.send(b"\0")
-        except OSError as error:  # full: one is under way; closed: nobody is left to be woken
+        except OSError as error:  # full: one is pending; closed: nobody is left to be woken
             if stops_caller(error):
                 raise
 
