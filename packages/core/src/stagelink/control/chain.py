@@ -8,19 +8,15 @@ waits; one that is stopped says nothing, and is the last that is named.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
+from stagelink.control.connection import Frame
 from stagelink.control.framing import decode, encode
+from stagelink.control.reader import Reader
 from stagelink.deadline import Deadline
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import Direction, Header, MessageKind
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from stagelink.control.connection import Frame
-    from stagelink.control.reader import Reader
 
 __all__ = ["Awaited", "Chain"]
 

@@ -19,15 +19,13 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from stagelink.control.framing import MAX_FDS, READ_BYTES, Frame, Framing, close_all
 from stagelink.errors import ProtocolError
+from stagelink.transport.header import Header
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from stagelink.transport.header import Header
 
 __all__ = ["MAX_FDS", "Connection", "Frame", "close_all"]
 

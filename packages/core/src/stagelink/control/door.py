@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-from stagelink.control.connection import Connection
+from stagelink.control.connection import Connection, Frame
+from stagelink.control.failure import Failure
 from stagelink.control.framing import encode
+from stagelink.control.reader import Reader
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    import socket
-
-    from stagelink.control.connection import Frame
-    from stagelink.control.failure import Failure
-    from stagelink.control.reader import Reader
 
 __all__ = ["Door"]
 
@@ -78,7 +73,7 @@ class Door:
         self._check_proof: Callable[[bytes], None] = _expect_nobody
         self._listeners: list[socket.socket] = []
         self._accepted: dict[Connection, float] = {}
-        self._resume_s = -math.inf
+        self._resume_s = math.inf
         self._paused = False
         reader.on_alarm = self._on_alarm
 
@@ -178,15 +173,13 @@ class Door:
         for connection, came_s in list(self._accepted.items()):
             if came_s + self._patience_s > now:
                 break
-            logger.warning(
-                "rank %d: a stranger was refused: no HELLO within %.1f s",
-                self._rank,
-                now - came_s,
-            )
+            said = "rank %d: a stranger was refused: no HELLO within %.1f s"
+            logger.warning(said, self._rank, now - came_s)
             del self._accepted[connection]
             self.drop(connection)
-        if self._paused and self._resume_s <= now and len(self._accepted) < MAX_STRANGERS:
-            self._paused = False
+        short = self.shortage and self._resume_s > now
+        if self._paused and not short and len(self._accepted) < MAX_STRANGERS:
+            self._paused, self._resume_s = False, math.inf
             for listener in self._listeners:
                 self._watch(listener)
         self._set_alarm()
@@ -197,12 +190,7 @@ class Door:
 
     def _set_alarm(self) -> None:
         oldest_s = next(iter(self._accepted.values()), math.inf)
-        due_s = oldest_s + self._patience_s
-        self._reader.call_at(min(due_s, self._resume_s) if self._paused_short else due_s)
-
-    @property
-    def _paused_short(self) -> bool:
-        return self._paused and self._resume_s > -math.inf
+        self._reader.call_at(min(oldest_s + self._patience_s, self._resume_s))
 
     def _on_listener(self, listener: socket.socket, mask: int) -> None:
         del mask
@@ -214,14 +202,13 @@ class Door:
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except BlockingIOError:  # who came has gone again
-            return
         except OSError as error:
             if stops_caller(error):
                 raise
-            self._pause(str(error))
+            if not isinstance(error, BlockingIOError):  # else who came has gone again
+                self._pause(str(error))
             return
-        self.shortage, self._resume_s = "", -math.inf
+        self.shortage = ""
         self._accepted[self.adopt(sock)] = time.monotonic()
         if len(self._accepted) >= MAX_STRANGERS:
             self._pause("")
@@ -231,7 +218,7 @@ class Door:
         if shortage and not self.shortage:  # once, until one is accepted
             logger.warning("rank %d: a connection was not accepted: %s", self._rank, shortage)
         self.shortage = shortage
-        self._resume_s = time.monotonic() + _SHORT_S if shortage else -math.inf
+        self._resume_s = time.monotonic() + _SHORT_S if shortage else math.inf
         self._paused = True
         for listener in self._listeners:
             self._reader.remove(listener)

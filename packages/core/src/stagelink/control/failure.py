@@ -8,8 +8,9 @@ from __future__ import annotations
 import _thread
 import enum
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from stagelink.control.reader import Reader
 from stagelink.deadline import Deadline
 from stagelink.errors import (
     AbortedError,
@@ -20,9 +21,6 @@ from stagelink.errors import (
     TransportError,
 )
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from stagelink.control.reader import Reader
 
 __all__ = ["Failure", "State"]
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from stagelink.control.keys import Keys
 from stagelink.control.missing import Holder, listed
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, RankTakenError
 from stagelink.transport.board import look_until
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from stagelink.control.keys import Keys
-    from stagelink.deadline import Deadline
 
 __all__ = ["LEADER", "Generations"]
 

@@ -7,14 +7,11 @@ to it, until its connection ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
+from stagelink.control.connection import Connection, Frame
+from stagelink.control.reader import Reader
 from stagelink.errors import PeerClosedError
 from stagelink.transport.header import Header, MessageKind
-
-if TYPE_CHECKING:
-    from stagelink.control.connection import Connection, Frame
-    from stagelink.control.reader import Reader
 
 __all__ = ["Goodbyes"]
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
+from stagelink.control.store import StoreClient
 from stagelink.deadline import Deadline
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Sequence
-
-    from torch.distributed import Store
-
-    from stagelink.control.store import StoreClient
 
 __all__ = ["Keys"]
 

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch.distributed import Store
 
 from stagelink.errors import PlanError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["Launch", "StoreAddress"]
 

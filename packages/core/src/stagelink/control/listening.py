@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
-from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from stagelink.errors import ConnectError
+from stagelink.plan.document import Control
 from stagelink.transport.addresses import Address, address_of, check_reachable, own_address
 from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from stagelink.plan.document import Control
 
 __all__ = ["gloo_address_by", "listen", "own_address_by", "store_host"]
 

@@ -15,22 +15,20 @@ import struct
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from stagelink.control.connection import Connection, Frame
 from stagelink.control.framing import Proof, decode, encode
 from stagelink.control.listening import listen, own_address_by
+from stagelink.control.plane import Plane
+from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
+from stagelink.plan.document import Control
+from stagelink.transport.addresses import Address
 from stagelink.transport.header import VERSION
 from stagelink.transport.host import process_id, server_id
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from stagelink.control.connection import Connection, Frame
-    from stagelink.control.plane import Plane
-    from stagelink.control.rendezvous import Rendezvous
-    from stagelink.plan.document import Control
-    from stagelink.transport.addresses import Address
 
 __all__ = ["Meeting", "wait_for_ranks"]
 

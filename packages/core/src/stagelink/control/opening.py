@@ -16,20 +16,15 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.distributed import FileStore, TCPStore
+from torch.distributed import FileStore, Store, TCPStore
 
 from stagelink.control.launch import StoreAddress
-from stagelink.control.store import StoreClient, remote_of
+from stagelink.control.store import Remote, StoreClient, remote_of
+from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from stagelink.control.store import Remote
-    from stagelink.deadline import Deadline
 
 __all__ = ["open_store"]
 

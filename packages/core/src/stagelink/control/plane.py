@@ -11,9 +11,9 @@ import errno
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stagelink.control.chain import Chain
+from stagelink.control.chain import Awaited, Chain
 from stagelink.control.connection import Connection, Frame, close_all
 from stagelink.control.door import Door
 from stagelink.control.failure import Failure, State
@@ -25,9 +25,6 @@ from stagelink.deadline import Deadline
 from stagelink.errors import PeerLostError, ProtocolError, UsageError
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from stagelink.control.chain import Awaited
 
 __all__ = ["MessageHandler", "Plane"]
 

@@ -17,19 +17,15 @@ import enum
 import math
 import os
 import select
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from stagelink.control.wakes import Bell, Waker
 from stagelink.control.watches import Action, Watch, Watches, event_mask
-
-if TYPE_CHECKING:
-    import socket
-
-    from stagelink.deadline import Deadline
+from stagelink.deadline import Deadline
 
 __all__ = ["Reader"]
 

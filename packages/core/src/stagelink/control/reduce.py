@@ -10,17 +10,14 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from stagelink.arguments import is_a
 from stagelink.control.chain import Awaited
+from stagelink.control.connection import Frame
+from stagelink.control.plane import Plane
+from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, ProtocolError, UsageError
 from stagelink.transport.header import Direction, Header, MessageKind
-
-if TYPE_CHECKING:
-    from stagelink.control.connection import Frame
-    from stagelink.control.plane import Plane
-    from stagelink.deadline import Deadline
 
 __all__ = ["Reducer", "Tree", "spanning_tree"]
 

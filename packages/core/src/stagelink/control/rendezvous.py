@@ -11,23 +11,20 @@ has seen them all there.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
 
 from stagelink.control.generations import LEADER, Generations
 from stagelink.control.keys import Keys
 from stagelink.control.missing import Holder, late_ranks
+from stagelink.control.store import StoreClient
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 from stagelink.transport.board import look_until
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from torch.distributed import PrefixStore, Store
-
-    from stagelink.control.store import StoreClient
 
 __all__ = ["Rendezvous"]
 
