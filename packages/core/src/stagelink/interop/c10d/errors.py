@@ -1,12 +1,26 @@
-"""Errors of messages that torch's callers catch: torch's error and ours in one."""
+"""Errors that torch's callers catch, and checks of their arguments before anything is sent."""
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
 import torch.distributed as dist
 
 from stagelink.errors import MessageError, MessageTypeError, RefusedError
 
-__all__ = ["C10dMessageError", "C10dMessageTypeError", "C10dRefusedError", "error_like"]
+__all__ = [
+    "C10dMessageError",
+    "C10dMessageTypeError",
+    "C10dRefusedError",
+    "error_like",
+    "one_tensor",
+    "seconds_of",
+    "whole",
+]
 
 
 class C10dMessageError(dist.DistBackendError, MessageError):
@@ -32,3 +46,51 @@ def error_like(error: BaseException, text: str) -> dist.DistBackendError:
     """An error for torch's caller; where it is about a message, one of the library's as well."""
     made = next((new for old, new in _OF.items() if isinstance(error, old)), None)
     return (made or dist.DistBackendError)(text)
+
+
+def one_tensor(tensors: object) -> torch.Tensor:
+    """The tensor of a list of one, as c10d's calls take it.
+
+    Raises:
+        TypeError: it is no list of a tensor.
+        ValueError: there is none in it, or more.
+    """
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        raise TypeError(f"stagelink: a list of one tensor is asked for, not a {_kind(tensors)}")
+    if len(tensors) != 1:
+        raise ValueError(f"stagelink: a list of one tensor is asked for, not of {len(tensors)}")
+    (tensor,) = tensors
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"stagelink: a list of one tensor is asked for, not of a {_kind(tensor)}")
+    return tensor
+
+
+def whole(what: str, number: object) -> int:
+    """A rank or a tag.
+
+    Raises:
+        TypeError: it is no whole number.
+    """
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError) as error:  # the latter by a tensor of several numbers
+        raise TypeError(f"stagelink: {what} {number!r} is no whole number") from error
+
+
+def seconds_of(timeout: object, default: timedelta) -> float:
+    """Convert a time-out to seconds; None and 0 mean the group's, as in c10d.
+
+    Raises:
+        TypeError: it is neither a timedelta nor a number of seconds.
+    """
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    elif timeout is None:
+        timeout = 0
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout):
+        raise TypeError(f"stagelink: timeout {timeout!r} is no timedelta")
+    return timeout or default.total_seconds()
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

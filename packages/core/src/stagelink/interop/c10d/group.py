@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from stagelink.deadline import Deadline
 from stagelink.errors import MessageError, StagelinkError
-from stagelink.interop.c10d.arguments import one_tensor, whole
 from stagelink.interop.c10d.collectives import WithCollectives
+from stagelink.interop.c10d.errors import one_tensor, whole
 from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from stagelink.control.chain import Awaited
 from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
-from stagelink.interop.c10d.arguments import seconds_of
+from stagelink.interop.c10d.errors import seconds_of
 from stagelink.interop.collectives import recorded, untraced
 from stagelink.links.driving import wait_driving
 from stagelink.transport.interrupts import stops_caller

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from stagelink.arguments import FLAG, expect, is_a
 from stagelink.errors import DeadlineError, DisagreementError, UsageError
 from stagelink.interop.pipedream.assignment import Assignment
-from stagelink.interop.pipedream.channels import WINDOW
 from stagelink.interop.pipedream.deadlock import explain
 from stagelink.interop.pipedream.phase import Phase, Place
 from stagelink.schedule import UNTIL_END
@@ -171,18 +170,16 @@ class Loop:
         try:
             yield
         except DeadlineError as error:
-            if stops_caller(error):
+            if self._comm is None or stops_caller(error):
                 raise
-            text = f"{error}. {self._state(phase)}"
-            if self._comm is not None:
-                # Not the one that is raised: it would keep the caller's frames alive.
-                self._comm.abort(DeadlineError(text))
+            text = f"{error}. {self._state(phase, self._comm.plan.window)}"
+            # Not the one that is raised: it would keep the caller's frames alive.
+            self._comm.abort(DeadlineError(text))
             raise DeadlineError(text) from error
 
-    def _state(self, phase: Phase) -> str:
+    def _state(self, phase: Phase, window: int | None) -> str:
         place = self._place
         kind = "evaluation" if phase.forward_only else "training"
-        window = WINDOW if self._comm is None else self._comm.plan.window
         text = (
             f"Rank {place.rank} is replica {place.replica} of stage {place.stage}, in the {kind} "
             f"of {len(phase.mine)} minibatches of its own: {self.progress}; the window is "
