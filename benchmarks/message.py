@@ -32,7 +32,8 @@ HERE = Path(__file__).resolve().parent
 MESSAGES = 100
 SESSIONS = 25
 ROUNDS = 40
-STEPS = ("send 64 B", "recv 64 B", "both", "session of 8")
+PAUSE_S = 0.005
+STEPS = ("send 64 B", "recv 64 B, here", "both", "send, recv in turn", "session of 8")
 
 
 def plan() -> Any:
@@ -75,17 +76,34 @@ def _on_two_threads(action: Callable[[int], None]) -> None:
 
 
 def messages(one: Any, other: Any, clock: Callable[[], float]) -> list[float]:
-    """Seconds of one message: send, recv."""
+    """Seconds of one message: send; recv, after the reading threads have read all."""
     tensor = torch.ones(16)
     with one.evaluate(MESSAGES) as sender, other.evaluate(MESSAGES) as receiver:
         began = clock()
         for microbatch in range(MESSAGES):
             sender.send("h", tensor, microbatch)
         sent = clock()
+        handle = receiver.irecv("h", MESSAGES - 1)
+        while not handle.done():
+            time.sleep(PAUSE_S)
+        time.sleep(PAUSE_S)
+        here = clock()
         for microbatch in range(MESSAGES):
             receiver.recv("h", microbatch)
         received = clock()
-    return [(sent - began) / MESSAGES, (received - sent) / MESSAGES]
+        time.sleep(PAUSE_S)
+    return [(sent - began) / MESSAGES, (received - here) / MESSAGES]
+
+
+def turns(one: Any, other: Any, clock: Callable[[], float]) -> float:
+    """Seconds of a send and of its recv at once, which may have to read it."""
+    tensor = torch.ones(16)
+    with one.evaluate(MESSAGES) as sender, other.evaluate(MESSAGES) as receiver:
+        began = clock()
+        for microbatch in range(MESSAGES):
+            sender.send("h", tensor, microbatch)
+            receiver.recv("h", microbatch)
+        return (clock() - began) / MESSAGES
 
 
 def sessions(one: Any, other: Any, clock: Callable[[], float]) -> float:
@@ -103,7 +121,8 @@ def one_round(one: Any, other: Any) -> dict[str, dict[str, float]]:
     for clock in (time.thread_time, time.process_time):
         gc.collect()
         send, recv = messages(one, other, clock)
-        values = send, recv, send + recv, sessions(one, other, clock)
+        both = send + recv
+        values = send, recv, both, turns(one, other, clock), sessions(one, other, clock)
         found[clock.__name__] = {
             step: value * 1e6 for step, value in zip(STEPS, values, strict=True)
         }

@@ -315,11 +315,20 @@ def test_what_is_handed_over_needs_no_socket(ends: tuple[End, End]) -> None:
     one.connection.hand_to(other.connection.number)
     for number in range(3):
         one.send(b"%d" % number, b"payload")
-    assert other.handed == 3
+    assert other.handed == 1  # told once, until it has taken them
     assert other.read() == []
     frames = list(other.connection.handed())
     assert _bodies(frames) == [(b"%d" % number, b"payload") for number in range(3)]
     assert list(other.connection.handed()) == []
+    one.send(b"3", b"payload")
+    assert other.handed == 2
+    taking = other.connection.handed()
+    assert next(taking).note == b"3"
+    one.send(b"4")
+    one.send(b"5")
+    assert list(taking) == []
+    assert other.handed >= 3  # what came while it took them has a turn of its own
+    assert _bodies(list(other.connection.handed())) == [(b"4", b""), (b"5", b"")]
 
 
 def test_after_the_end_of_writes_nothing_is_handed_over(ends: tuple[End, End]) -> None:

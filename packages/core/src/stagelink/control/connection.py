@@ -19,6 +19,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -138,14 +139,15 @@ class Connection:
             if self._writes is not _OPEN:
                 return
             if self._twin is not None:
-                self._twin._take_over(Frame(header, note, payload, [*_duplicates(fds)]))
+                kept = [*_duplicates(fds)] if fds else []
+                self._twin._take_over(tuple.__new__(Frame, (header, note, payload, kept)))
                 return
             data = header.pack(len(note), len(fds)) + note + payload
             sent = 0 if self._out else self._write(data, fds)
             if sent == len(data) or self._is_broken:
                 return
-            kept = () if sent else fds
-            self._out.append(_Chunk(memoryview(data)[sent:], _duplicates(kept)))
+            left = _duplicates(() if sent else fds)
+            self._out.append(_Chunk(memoryview(data)[sent:], left))
             first = len(self._out) == 1
         if first:
             self._on_blocked(self)
@@ -163,7 +165,7 @@ class Connection:
         self._handed.append(frame)
         if self._writes is _Writes.CLOSED:
             self._drop_handed()
-        else:
+        elif len(self._handed) == 1:  # else somebody has been told, and takes what is here
             self._on_handed(self)
 
     def flush(self) -> bool:
@@ -259,10 +261,13 @@ class Connection:
                 yield self._handed.popleft()
             except IndexError:  # another thread has closed the connection meanwhile
                 return
+        if self._handed:  # what has come meanwhile has its turn after others
+            self._on_handed(self)
 
     def _drop_handed(self) -> None:
-        for frame in self.handed():
-            close_all(frame.fds)
+        while self._handed:
+            with suppress(IndexError):
+                close_all(self._handed.popleft().fds)
 
     def forget(self) -> None:
         """Give up, in a forked child, what it inherited; the parent's end goes on."""

@@ -77,6 +77,8 @@ class Reader:
         on_error: called on the reading thread with what went wrong in a turn; may raise it.
         on_alarm: called in the turn after the moment that `call_at` was given.
         spin_s: seconds that a turn may poll before it blocks; how long is its own affair.
+        last_call_s: when a caller was last active, by the monotonic clock, which callers that do
+            not wait set too: the standby stays away for a moment.
     """
 
     def __init__(self, name: str) -> None:
@@ -88,7 +90,7 @@ class Reader:
         self._reader: Bell | None = None
         self._phase = _AWAY
         self._waiting: set[Bell] = set()
-        self._last_call = self._last_turn = 0.0
+        self.last_call_s = self._last_turn = 0.0
         self._short_waits = 0
         self._alarm_s = math.inf
         self._ready: dict[int, Callable[[int], None]] = {}
@@ -179,12 +181,9 @@ class Reader:
             return
         # Again and again: a caller that still reads may swallow a wake-up.
         while self._standby.is_alive() and not deadline.passed:
+            self._waker.woken = False
             self._waker.wake()
             self._standby.join(min(_WAKE_AGAIN_S, deadline.remaining_s))
-
-    def touch(self) -> None:
-        """Record caller activity, so that the standby stays away for a moment."""
-        self._last_call = time.monotonic()
 
     def changed(self) -> None:
         """Have every waiting caller look again; from any thread, returns at once."""
@@ -211,7 +210,7 @@ class Reader:
         me: Bell | None = None
         try:
             with self.lock:
-                self._last_call = began = time.monotonic()
+                self.last_call_s = began = time.monotonic()
                 check()
                 if ready():
                     return True
@@ -267,7 +266,7 @@ class Reader:
     def _stand_by(self) -> None:
         me = Bell(threading.get_ident())
         while not self._stopped:
-            until = min(self._last_call + _GRACE_S, self._last_turn + _UNREAD_S)
+            until = min(self.last_call_s + _GRACE_S, self._last_turn + _UNREAD_S)
             nap = until - time.monotonic()
             if nap > 0:
                 self._idle.sleep(nap)

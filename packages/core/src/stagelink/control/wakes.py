@@ -46,28 +46,36 @@ class Waker:
 
     Attributes:
         sock: for an epoll.
+        woken: whether a wake-up is pending that has not been heard; no other is needed.
     """
 
     def __init__(self) -> None:
         self.sock, self._out = socket.socketpair()
         self.sock.setblocking(False)
         self._out.setblocking(False)
+        self.woken = False
 
     def wake(self) -> None:
         """Make the socket readable; from any thread."""
+        if self.woken:
+            return
         try:
+            self.woken = True
             self._out.send(b"\0")
-        except OSError as error:  # full: one is pending; closed: nobody is left to be woken
-            if stops_caller(error):
-                raise
+        except BaseException as error:
+            self.woken = False
+            if stops_caller(error) or not isinstance(error, OSError):
+                raise  # else it is closed, and nobody is left to be woken
 
     def hear(self, _mask: int) -> None:
-        """Read what `wake` has sent."""
+        """Read what `wake` has sent; what it was sent for is looked at after this."""
         try:
             self.sock.recv(4096)
         except BlockingIOError as error:
             if stops_caller(error):
                 raise
+        finally:
+            self.woken = False
 
     def close(self) -> None:
         """Close both ends."""

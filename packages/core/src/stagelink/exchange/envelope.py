@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from stagelink.errors import MessageError
 from stagelink.links.arrival import Key
 from stagelink.links.out_link import SendJob
+from stagelink.plan.dtypes import DTYPE_BY_CODE
 from stagelink.transport.header import NO_TRACE, Flag, Header, MessageKind
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of, from_bytes, from_raw, to_bytes
@@ -124,7 +125,8 @@ def unseal(arrival: Arrival, terms: Terms) -> torch.Tensor | None:
     if payload is None:
         return None
     if isinstance(payload, bytes):
-        tensor = from_raw(payload, arrival.header.dtype, arrival.header.shape)
+        header = arrival.header  # whose dtype was looked at when it came
+        tensor = from_raw(payload, DTYPE_BY_CODE[header.dtype_code], header.shape)
     else:
         tensor = from_bytes(payload, arrival.header.dtype, arrival.header.shape)
     if tensor.device == terms.device:

@@ -200,7 +200,7 @@ class Incoming:
                 self._outgoing.release(route.answers, session, microbatch)
             else:
                 # Also where a gradient is due: a NONE would be taken for it.
-                route.window.free(session, microbatch)
+                route.window.free((session, microbatch))
                 credit.setdefault((edge, route.peer, session), []).append(microbatch)
         for to, microbatches in credit.items():
             self._outgoing.give_credit(*to, *microbatches)
@@ -271,7 +271,7 @@ class Incoming:
         if route.answers is not None:
             self._outgoing.release(route.answers, header.session, header.microbatch)
         elif not header.flags & Flag.REQUIRES_GRAD:
-            route.window.free(header.session, header.microbatch)
+            route.window.free((header.session, header.microbatch))
             self._outgoing.give_credit(header.edge, route.peer, header.session, header.microbatch)
 
     def _count_waits(self, route: InRoute, header: Header, began: float, arrived: float) -> None:

@@ -14,30 +14,33 @@ class Marks:
     """A set of numbers from 0 that fills up from below, in little memory however many it holds.
 
     Those below the lowest that is missing are not kept one by one.
+
+    Attributes:
+        below: the lowest number that is missing.
     """
 
-    __slots__ = ("_below", "_others")
+    __slots__ = ("_others", "below")
 
     def __init__(self) -> None:
-        self._below = 0
+        self.below = 0
         self._others: set[int] = set()
 
     def add(self, number: int) -> None:
         """Take a number in; it may be here already."""
-        if number != self._below:
-            if number > self._below:
+        if number != self.below:
+            if number > self.below:
                 self._others.add(number)
             return
-        self._below += 1
-        while self._below in self._others:
-            self._others.remove(self._below)
-            self._below += 1
+        self.below += 1
+        while self.below in self._others:
+            self._others.remove(self.below)
+            self.below += 1
 
     def __contains__(self, number: int) -> bool:
-        return number < self._below or number in self._others
+        return number < self.below or number in self._others
 
     def __len__(self) -> int:
-        return self._below + len(self._others)
+        return self.below + len(self._others)
 
 
 class Ledger:

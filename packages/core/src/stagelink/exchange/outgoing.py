@@ -106,7 +106,7 @@ class Outgoing:
         plane, window = self._plane, route.window
         try:
             plane.check()
-            plane.reader.touch()
+            plane.reader.last_call_s = time.monotonic()
             if self._trace is not None:
                 job.header = job.header._replace(trace=self._trace(route.link.link, job.header))
             payload = job.payload
@@ -304,11 +304,11 @@ class Outgoing:
         plane, peer = self._plane, route.peer
         try:
             plane.check()
-            plane.reader.touch()
+            plane.reader.last_call_s = time.monotonic()
             if self._trace is not None:
                 job.header = job.header._replace(trace=self._trace(route.link.link, job.header))
             if route.answers is not None:
-                route.answers.window.free(key.session, key.microbatch)
+                route.answers.window.free((key.session, key.microbatch))
             with plane.lock:
                 wanted = peer not in plane.gone
                 self._answering[peer] += wanted

@@ -146,7 +146,8 @@ class Traffic:
         deadline = None if deadline_s is None else self._deadline(deadline_s)
         routes = self._out_routes(name, microbatch)
         place, ledgers = self.mine.index(microbatch), self._ledgers
-        if len(routes) > 1 or place in ledgers[routes[0].edge.index].sent:
+        sent = ledgers[routes[0].edge.index].sent
+        if len(routes) > 1 or (place != sent.below and place in sent):
             routes = self._unsent(routes, place, f"{name!r} of microbatch {microbatch}")
         record, out = self._record, self._out
         if self._until_end:
@@ -225,7 +226,7 @@ class Traffic:
         if not self.open:
             self.check_open()
         ledger, place = self._ledgers[key.edge], self.mine.index(key.microbatch)
-        if place in ledger.taken:
+        if place != ledger.taken.below and place in ledger.taken:
             raise _received_before(self._rank, route, key)
         arrival = self._into.take_nowait(route, key)
         if arrival is None:

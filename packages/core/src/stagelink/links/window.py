@@ -112,6 +112,10 @@ class PeerWindow:
     Args:
         edge: its name, for errors.
         peer: who sends.
+
+    Attributes:
+        free: called with session and microbatch of a message that is about to be answered, or
+            whose gradient is; from any thread.
     """
 
     def __init__(self, edge: str, peer: int) -> None:
@@ -120,6 +124,7 @@ class PeerWindow:
         self._size: int | None = None
         self._session = -1
         self._unanswered: set[tuple[int, int]] = set()
+        self.free: Callable[[tuple[int, int]], None] = self._unanswered.discard
 
     def enter(self, session: int, size: int) -> None:
         """A session begins, with a window of this size. The greatest one so far holds.
@@ -160,7 +165,3 @@ class PeerWindow:
                 f"rank {self._peer} sent {known} messages of edge {self._edge!r} without an "
                 f"answer; its window is {size}"
             )
-
-    def free(self, session: int, microbatch: int) -> None:
-        """A message is about to be answered, or its gradient sent; from any thread."""
-        self._unanswered.discard((session, microbatch))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-__all__ = ["outside_modes"]
+__all__ = ["in_mode", "outside_modes"]
 
 _NO_MODE = nullcontext()
 _dispatching = torch._C._len_torch_dispatch_stack
@@ -32,14 +32,17 @@ def outside_modes() -> AbstractContextManager[None]:
     Those are dispatch modes (fake tensors), function modes (a default device), transforms of
     ``torch.func``, and inference mode.
     """
-    if (
+    return _outside() if in_mode() else _NO_MODE
+
+
+def in_mode() -> bool:
+    """Whether the calling thread is in such a mode."""
+    return bool(
         _dispatching()
         or _overriding()
         or torch.is_inference_mode_enabled()
         or _transforming() is not None
-    ):
-        return _outside()
-    return _NO_MODE
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from stagelink.errors import MessageError, MessageTypeError
 from stagelink.plan.dtypes import DTYPE_BY_NAME, DTYPES, MAX_DIMS, DType
 from stagelink.transport.interrupts import stops_caller
-from stagelink.transport.modes import outside_modes
+from stagelink.transport.modes import in_mode, outside_modes
 
 __all__ = [
     "bytes_of",
@@ -288,6 +288,8 @@ def raw_bytes(tensor: torch.Tensor, *, in_order: bool) -> bytes:
 
 def from_raw(payload: bytes, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
     """A new tensor with these bytes."""
+    if payload and len(shape) == 1 and not in_mode():  # most of what is small
+        return torch.frombuffer(bytearray(payload), dtype=_TO_TORCH[dtype.code])
     kind = _TO_TORCH[dtype.code]
     with outside_modes():
         if not payload:
