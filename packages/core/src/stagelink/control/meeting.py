@@ -102,7 +102,7 @@ class Meeting:
             self._listen_tcp(elsewhere=any(addresses[p].get("host", host) != host for p in far))
         for peer in sorted(near):
             if peer > self._plane.rank:
-                self._dial_unix(peer, addresses[peer]["address"], deadline)
+                self._dial(socket.AF_UNIX, peer, f"\0{addresses[peer]['address']}", deadline)
         self._dial_far([peer for peer in sorted(far) if peer > self._plane.rank], deadline)
         self._wait_greeted(deadline)
         self._plane.door.close()
@@ -164,9 +164,6 @@ class Meeting:
             yield
         except ConnectError as error:
             raise ConnectError(f"rank {self._plane.rank}: {error}") from error.__cause__
-
-    def _dial_unix(self, peer: int, name: str, deadline: Deadline) -> None:
-        self._dial(socket.AF_UNIX, peer, f"\0{name}", deadline)
 
     def _dial_far(self, peers: list[int], deadline: Deadline) -> None:
         for peer, address in self._rendezvous.read("tcp", peers, deadline).items():
