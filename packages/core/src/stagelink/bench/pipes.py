@@ -75,7 +75,7 @@ def timed(
 ) -> Timed:
     """Carry one round out."""
     moves: dict[str, Callable[[Pipe, int], tuple[float, ...]]] = {
-        "one_way": partial(_one_way, look=_leave),
+        "one_way": partial(_one_way, look=lambda _: None),
         ONE_WAY_READ: partial(_one_way, look=read),
         "stream": _stream,
         "duplex": _duplex,
@@ -85,10 +85,6 @@ def timed(
         began = time.perf_counter()
         singles = moves[kind](pipe, count)
         return Timed(began, time.perf_counter(), singles)
-
-
-def _leave(payload: Any) -> None:
-    pass
 
 
 def _one_way(pipe: Pipe, count: int, look: Callable[[Any], None]) -> tuple[float, ...]:

@@ -67,6 +67,8 @@ class Record:
     ) -> Record:
         """The figure of some times, seconds a message."""
         median = statistics.median(seconds)
+        # The least value that 99 % of the values do not exceed.
+        p99 = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
         directions = 2 if kind == "duplex" else 1
         return cls(
             subject.transport,
@@ -74,12 +76,6 @@ class Record:
             kind,
             payload_bytes,
             median * 1e6,
-            _percentile(seconds, 0.99) * 1e6,
+            p99 * 1e6,
             directions * payload_bytes / median / 2**30,
         )
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    """The least value that this share of the values does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

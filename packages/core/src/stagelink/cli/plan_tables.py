@@ -9,7 +9,6 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from rich.filesize import decimal
@@ -37,23 +36,23 @@ def plan_tables(
     actions: Mapping[int, Sequence[Action]] | None,
 ) -> Iterator[Text | Table]:
     """Texts and tables to print, from top to bottom; at the end whether the plan can run."""
-    yield _heading(plan)
+    facts = f"schedule {plan.schedule}, {plan.microbatches} microbatches, {plan.world_size} ranks"
+    yield Text.assemble((plan.name, "bold"), f": {facts}")
     yield _stages(plan, result)
-    yield from map(_arguments, filter(attrgetter("arguments"), plan.stages))
+    for stage in plan.stages:
+        if stage.arguments:
+            given = ", ".join(f"{name} as {to}" for name, to in stage.arguments.items())
+            yield Text(f"{stage.name}: its module is given {given}")
     yield _links(plan, assumed.links)
     if assumed.memory:
         yield Text(_shared_memory(assumed.memory))
-    by_hand = _window_by_hand(plan, result, actions)
-    if by_hand is not None:
-        yield Text(by_hand)
+    if plan.window is not None:
+        own = verify(dataclasses.replace(plan, window=None), result.microbatches, actions)
+        changes = "; ".join(_differences(plan, result, own))
+        yield Text(f"window = {plan.window} by hand: {changes}")
     for note in assumed.notes:
         yield Text(f"note: {note}")
     yield from _conclusion(plan, result, problem)
-
-
-def _heading(plan: Plan) -> Text:
-    facts = f"schedule {plan.schedule}, {plan.microbatches} microbatches, {plan.world_size} ranks"
-    return Text.assemble((plan.name, "bold"), f": {facts}")
 
 
 def _stages(plan: Plan, result: Verification) -> Table:
@@ -65,11 +64,6 @@ def _stages(plan: Plan, result: Verification) -> Table:
     if None in result.receive_bytes.values():
         table.caption = "unknown: not every tensor has a dtype and a shape in the plan"
     return table
-
-
-def _arguments(stage: Stage) -> Text:
-    given = ", ".join(f"{name} as {to}" for name, to in stage.arguments.items())
-    return Text(f"{stage.name}: its module is given {given}")
 
 
 def _memory(stage: Stage, result: Verification) -> str:
@@ -88,7 +82,11 @@ def _bytes(size: int | None) -> str:
 
 def _links(plan: Plan, links: Sequence[AssumedLink]) -> Table:
     table = new_table("Links", "from → to", "ranks", "tensors", "transport", "window", "why")
-    table.caption = _assumption(plan)
+    where = "on one server" if plan.servers is None else "on the servers of the plan"
+    table.caption = (
+        f"assumed: every rank is a process of its own {where}, on a machine like this one; "
+        "when the ranks connect, each speaks for itself"
+    )
     for alike in _alike(plan, links):
         first = alike[0]
         source, target = plan.stage_of(first.source), plan.stage_of(first.target)
@@ -113,27 +111,16 @@ def _shared_memory(memory: Mapping[Link, Footprint]) -> str:
     )
 
 
-def _assumption(plan: Plan) -> str:
-    where = "on one server" if plan.servers is None else "on the servers of the plan"
-    return (
-        f"assumed: every rank is a process of its own {where}, on a machine like this one; "
-        "when the ranks connect, each speaks for itself"
-    )
-
-
 def _alike(plan: Plan, links: Sequence[AssumedLink]) -> list[list[AssumedLink]]:
     """The links in groups of one row each."""
     rows: defaultdict[Hashable, list[AssumedLink]] = defaultdict(list)
     for link in links:
         stages = plan.stage_of(link.source).index, plan.stage_of(link.target).index
-        rows[stages, link.tensors, link.window, _without_ranks(link)].append(link)
+        # A reason names the rank that it was found on; those that differ in nothing else are one.
+        words = _why(link) if link.transport else link.reasons[0]
+        why = re.sub(r"\brank \d+", "rank", words)
+        rows[stages, link.tensors, link.window, link.transport, why].append(link)
     return list(rows.values())
-
-
-def _without_ranks(link: AssumedLink) -> Hashable:
-    # A reason names the rank that it was found on; reasons that differ in nothing else are one.
-    words = _why(link) if link.transport else link.reasons[0]
-    return link.transport, re.sub(r"\brank \d+", "rank", words)
 
 
 def _ranks(links: Sequence[AssumedLink]) -> str:
@@ -173,17 +160,8 @@ def _conclusion(plan: Plan, result: Verification, problem: str | None) -> Iterat
         yield Text.assemble(("Refused: ", "bold red"), problem)
 
 
-def _window_by_hand(
-    plan: Plan, result: Verification, actions: Mapping[int, Sequence[Action]] | None
-) -> str | None:
-    """What a window set by hand changes, in words; None where none was."""
-    if plan.window is None:
-        return None
-    own = verify(dataclasses.replace(plan, window=None), result.microbatches, actions)
-    return f"window = {plan.window} by hand: {'; '.join(_differences(plan, result, own))}"
-
-
 def _differences(plan: Plan, result: Verification, own: Verification) -> Iterator[str]:
+    """What a window set by hand changes from the schedule's own, in words."""
     others = sorted(set(own.windows))
     yield f"the schedule's own windows are {', '.join(map(str, others)) or 'none'}"
     if result.ok and own.ok:

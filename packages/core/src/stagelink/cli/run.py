@@ -131,7 +131,13 @@ def _ranks_here(plan: Plan, args: Namespace) -> int:
     """How many ranks this node starts."""
     nodes = _nodes(plan, args.nnodes)
     if args.nproc_per_node is None:
-        return _share(plan, nodes)
+        share, rest = divmod(plan.world_size, nodes)
+        if rest:
+            raise click.UsageError(
+                f"{nodes} nodes cannot share the plan's {plan.world_size} ranks evenly; "
+                "say with --nproc-per-node how many this one starts"
+            )
+        return share
     given: int = _checked(torchrun.determine_local_world_size, args.nproc_per_node)
     if nodes == 1 and given != plan.world_size:
         raise click.UsageError(
@@ -149,16 +155,6 @@ def _nodes(plan: Plan, text: str) -> int:
             "and needs a fixed number of nodes"
         )
     return int(least)
-
-
-def _share(plan: Plan, nodes: int) -> int:
-    share, rest = divmod(plan.world_size, nodes)
-    if rest:
-        raise click.UsageError(
-            f"{nodes} nodes cannot share the plan's {plan.world_size} ranks evenly; "
-            "say with --nproc-per-node how many this one starts"
-        )
-    return share
 
 
 def _checked(read: Callable[[str], Any], text: str) -> Any:
@@ -182,12 +178,8 @@ def _launch(args: Namespace) -> None:
     with TemporaryDirectory(prefix="stagelink-run-") as folder:
         if not args.log_dir and args.redirects == args.tee == "0":
             args.log_dir = folder  # torchrun would leave one behind for each run, without any log
-        _run(args)
-
-
-def _run(args: Namespace) -> None:
-    try:
-        with launching():
-            torchrun.run(args)
-    except (ValueError, AssertionError) as error:  # how torchrun refuses a flag's value
-        raise click.UsageError(str(error)) from error
+        try:
+            with launching():
+                torchrun.run(args)
+        except (ValueError, AssertionError) as error:  # how torchrun refuses a flag's value
+            raise click.UsageError(str(error)) from error

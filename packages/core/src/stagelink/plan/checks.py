@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from stagelink.plan.dead_rules import dead_rules
 from stagelink.plan.document import Document, TensorTable
@@ -15,12 +16,12 @@ from stagelink.text import did_you_mean, quoted, ranges, repeats, shown, unknown
 __all__ = ["cross_problems", "pieces", "shortest_path"]
 
 
-def _stage_names(document: Document) -> Iterator[Problem]:
-    """Stage names that are taken."""
-    names = [table.name for table in document.stages]
+def _names(key: str, document: Document) -> Iterator[Problem]:
+    """Names of stages, or of tensors, that are taken."""
+    names = [table.name for table in getattr(document, key)]
     for index, first in repeats(names):
-        text = f"{names[index]!r} is already the name of stages[{first}]"
-        yield Problem(("stages", index, "name"), text)
+        text = f"{names[index]!r} is already the name of {key}[{first}]"
+        yield Problem((key, index, "name"), text)
 
 
 def _microbatches(document: Document) -> Iterator[Problem]:
@@ -87,14 +88,6 @@ def _gap(held: list[int]) -> Iterator[Problem]:
         missing = ranges(sorted(set(range(count)).difference(held)))
         text = f"a gap: {count} ranks are numbered 0 to {count - 1}; missing: {missing}"
         yield Problem(("stages",), f"{text}; too high: {ranges(beyond)}")
-
-
-def _tensor_names(document: Document) -> Iterator[Problem]:
-    """Tensor names that are taken."""
-    names = [table.name for table in document.tensors]
-    for index, first in repeats(names):
-        text = f"{names[index]!r} is already the name of tensors[{first}]"
-        yield Problem(("tensors", index, "name"), text)
 
 
 def _gradients(document: Document) -> Iterator[Problem]:
@@ -205,34 +198,23 @@ def shortest_path(
             if successor not in came_from:
                 came_from[successor] = node
                 waiting.append(successor)
-    return _path_back(came_from, start, goal) if goal in came_from else None
-
-
-def pieces(ends: Iterable[tuple[int, int]]) -> Sequence[list[int]]:
-    """The connected pieces of an undirected graph, each sorted, by their smallest node."""
-    neighbours: dict[int, list[int]] = defaultdict(list)
-    for one, other in ends:
-        neighbours[one].append(other)
-        neighbours[other].append(one)
-    unseen = set(neighbours)
-    return [_piece(node, neighbours, unseen) for node in sorted(neighbours) if node in unseen]
-
-
-def _path_back(came_from: Mapping[int, int], start: int, goal: int) -> list[int]:
+    if goal not in came_from:
+        return None
     path = [goal]
     while path[-1] != start:
         path.append(came_from[path[-1]])
     return path[::-1]
 
 
-def _piece(start: int, neighbours: Mapping[int, Iterable[int]], unseen: set[int]) -> list[int]:
-    unseen.remove(start)
-    found = [start]
-    for node in found:
-        fresh = [other for other in neighbours[node] if other in unseen]
-        found += dict.fromkeys(fresh)
-        unseen.difference_update(fresh)
-    return sorted(found)
+def pieces(ends: Iterable[tuple[int, int]]) -> Sequence[list[int]]:
+    """The connected pieces of an undirected graph, each sorted, by their smallest node."""
+    piece_of: dict[int, set[int]] = {}
+    for pair in ends:
+        smaller, larger = sorted((piece_of.get(node, {node}) for node in pair), key=len)
+        if smaller is not larger:
+            larger |= smaller
+            piece_of |= dict.fromkeys([*smaller, *pair], larger)
+    return [sorted(piece) for node, piece in sorted(piece_of.items()) if node == min(piece)]
 
 
 def _rule_names(document: Document) -> Iterator[Problem]:
@@ -257,7 +239,10 @@ def _rule_numbers(document: Document) -> Iterator[Problem]:
             kind = key.removeprefix("from_").removeprefix("to_")
             for place, number in enumerate(numbers if kind in counts else ()):
                 if number >= counts[kind]:
-                    text = _no_such(kind, number, counts[kind])
+                    text = f"there is no {kind} {number}; the {kind}s are 0 to {counts[kind] - 1}"
+                    if not counts[kind]:
+                        none = "the plan lists no servers; give pipeline.servers"
+                        text = f"{kind} {number}, but {none}"
                     yield Problem(("links", index, key, place), text)
 
 
@@ -286,20 +271,14 @@ def _unused_options(document: Document) -> Iterator[Problem]:
             yield Problem(("transports", name), f"{text}{did_you_mean(name, named)}")
 
 
-def _no_such(kind: str, number: int, count: int) -> str:
-    if count == 0:
-        return f"{kind} {number}, but the plan lists no servers; give pipeline.servers"
-    return f"there is no {kind} {number}; the {kind}s are 0 to {count - 1}"
-
-
 _CHECKS: Mapping[str, tuple[Callable[[Document], Iterator[Problem]], str]] = {
     "observers": (_observers, "pipeline"),
-    "stage-names": (_stage_names, "stages"),
+    "stage-names": (partial(_names, "stages"), "stages"),
     "microbatches": (_microbatches, "pipeline stages"),
     "warm-ups": (_warm_ups, "pipeline stages"),
     "ranks": (_ranks, "stages"),
     "servers": (_servers, "pipeline ranks"),
-    "tensor-names": (_tensor_names, "tensors"),
+    "tensor-names": (partial(_names, "tensors"), "tensors"),
     "gradients": (_gradients, "tensors"),
     "tensor-ends": (_tensor_ends, "tensors stage-names"),
     "arguments": (_arguments, "stages tensor-names tensor-ends"),

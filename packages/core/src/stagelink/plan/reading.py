@@ -81,14 +81,12 @@ def _validated(raw: object) -> tuple[Document, Iterator[Problem]]:
         return document, cross_problems(document, ())
     own = (Problem(d["loc"], problem_text(d, _keys(d["loc"][:-1]))) for d in details)
     unsound = {str(detail["loc"][0]) if detail["loc"] else "" for detail in details}
-    document = Document.model_validate({**_STAND_INS, **_sound(raw, unsound)})
+    found = raw if isinstance(raw, dict) and "" not in unsound else {}
+    sound = {
+        key: found[key] for key in Document.model_fields if key in found and key not in unsound
+    }
+    document = Document.model_validate({**_STAND_INS, **sound})
     return document, chain(own, cross_problems(document, unsound))
-
-
-def _sound(raw: object, unsound: set[str]) -> dict[str, object]:
-    if not isinstance(raw, dict) or "" in unsound:
-        return {}
-    return {key: raw[key] for key in Document.model_fields if key in raw and key not in unsound}
 
 
 def problem_text(detail: ErrorDetails, keys: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ one that is asked for gives an error that names distribution, entry point, cause
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,16 +163,10 @@ class Plugins:
     def _sole_registered(self, name: str) -> type[Transport]:
         cls = self._registered[name]
         installed = self.transports.by_name.get(name, ())
-        if installed and not self._is_installed(name, cls):
-            raise conflict(name, [_in_code(cls), *map(str, installed)])
-        return cls
-
-    def _is_installed(self, name: str, cls: type[Transport]) -> bool:
-        """Whether a class is the very one that is installed under its name."""
-        try:
-            return self._load_installed(name) is cls
-        except PluginError:
-            return False
+        with suppress(PluginError):
+            if not installed or self._load_installed(name) is cls:  # it is the very one
+                return cls
+        raise conflict(name, [_in_code(cls), *map(str, installed)])
 
     def _load_installed(self, name: str) -> type[Transport]:
         if name not in self.transports.by_name:

@@ -146,7 +146,8 @@ def _unmarked_problem(plugin: object, name: str) -> str | None:
     if not name.startswith(_PREFIX):
         return None
     function = inspect.getattr_static(plugin, name, None)
-    if not _defined_by(plugin, function):
+    home = plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__module__
+    if not inspect.isfunction(function) or function.__module__ != home:
         return None
     if name not in _HOOKS:
         return f"{name!r} looks like a hook, but {_no_such_hook(name)}"
@@ -156,11 +157,6 @@ def _unmarked_problem(plugin: object, name: str) -> str | None:
         f"{name!r} has no mark of stagelink's{foreign}; "
         "put @hookimpl from stagelink.transport.hooks on it"
     )
-
-
-def _defined_by(plugin: object, function: object) -> bool:
-    home = plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__module__
-    return inspect.isfunction(function) and function.__module__ == home
 
 
 def _no_such_hook(name: str) -> str:
@@ -214,8 +210,7 @@ def transport_problems(candidate: object) -> list[str]:
         return [f"class {candidate.__qualname__!r} is not a subclass of stagelink's Transport"]
     # Of another major version nothing else can be judged.
     return _version_problems(candidate) or [
-        *_name_problems(candidate),
-        *_abstract_problems(candidate),
+        *_form_problems(candidate),
         *(text for name in _METHODS if (text := _method_problem(candidate, name))),
         *_capability_problems(candidate),
         *_option_problems(candidate),
@@ -257,18 +252,13 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _name_problems(cls: type[Transport]) -> list[str]:
-    name = getattr(cls, "name", None)
-    if isinstance(name, str) and name:
-        return []
-    return [f"class {cls.__qualname__!r} has no name; set the class attribute `name` to its word"]
-
-
-def _abstract_problems(cls: type[Transport]) -> list[str]:
+def _form_problems(cls: type[Transport]) -> Iterator[str]:
+    who, name = f"class {cls.__qualname__!r}", getattr(cls, "name", None)
+    if not isinstance(name, str) or not name:
+        yield f"{who} has no name; set the class attribute `name` to its word"
     missing: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
-    if not missing:
-        return []
-    return [f"class {cls.__qualname__!r} lacks {quoted(sorted(missing))}"]
+    if missing:
+        yield f"{who} lacks {quoted(sorted(missing))}"
 
 
 def _method_problem(cls: type[Transport], name: str) -> str | None:
@@ -276,7 +266,9 @@ def _method_problem(cls: type[Transport], name: str) -> str | None:
         return f"{name!r} of class {cls.__qualname__!r} is not a method"
     wanted = [*inspect.signature(getattr(Transport, name)).parameters]
     arguments = [word for word in wanted if word != "self"]
-    given = [*_self_of(cls, name), *arguments]
+    bound = isinstance(inspect.getattr_static(cls, name), (classmethod, staticmethod))
+    # Core calls probe on the class: a plain function would take the options for self.
+    given = arguments if bound or name == "probe" else ["self", *arguments]
     try:
         signature = inspect.signature(getattr(cls, name))
     except ValueError:  # made in C: it cannot be looked into
@@ -289,12 +281,6 @@ def _method_problem(cls: type[Transport], name: str) -> str | None:
             f"{name}({', '.join(arguments)})"
         )
     return None
-
-
-def _self_of(cls: type[Transport], name: str) -> list[str]:
-    bound = isinstance(inspect.getattr_static(cls, name), (classmethod, staticmethod))
-    # Core calls probe on the class: a plain function would take the options for self.
-    return [] if bound or name == "probe" else ["self"]
 
 
 def _capability_problems(cls: type[Transport]) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -55,13 +56,13 @@ class Counts(NamedTuple):
     microbatches: int
 
 
+@dataclass(frozen=True, slots=True)
 class Epoch:
     """One pass over batches, which only the first stage sees; the clock hears of its waits."""
 
-    def __init__(self, comm: Handler, names: Names, clock: Clock) -> None:
-        self._comm = comm
-        self._names = names
-        self._clock = clock
+    comm: Handler
+    names: Names
+    clock: Clock
 
     def run(
         self,
@@ -82,13 +83,13 @@ class Epoch:
             UsageError: a batch is not what it should be.
         """
         feed: Iterable[Batch | None] = repeat(None)
-        if self._names.first:
-            feed = chain(cut_all(self._comm, self._names, batches), [END])
+        if self.names.first:
+            feed = chain(cut_all(self.comm, self.names, batches), [END])
         total = length_hint(batches) or None
         counts = Counts(0, 0, 0)
         with Bar(desc=title, total=total, unit="batch", disable=title is None) as bar:
             for batch in feed:
-                with self._open(open_session, batch) as session, failing(self._comm):
+                with self._open(open_session, batch) as session, failing(self.comm):
                     if session.microbatches == 0:
                         break
                     items = counts.items + self._items(session)
@@ -98,7 +99,7 @@ class Epoch:
         return counts
 
     def _open(self, open_session: Callable[..., Session], batch: Batch | None) -> Session:
-        with self._clock.waiting:
+        with self.clock.waiting:
             if batch is None:
                 return open_session()
             return open_session(batch.microbatches, items=batch.items)
@@ -106,7 +107,7 @@ class Epoch:
     def _items(self, session: Session) -> int:
         if session.items is None:
             raise UsageError(
-                f"rank {self._comm.rank}: nobody said how many items session {session.number} "
+                f"rank {self.comm.rank}: nobody said how many items session {session.number} "
                 "has; where the first stage is driven by hand, open sessions with items=…"
             )
         return session.items
@@ -139,6 +140,7 @@ def failing(comm: Handler) -> Iterator[None]:
         raise
 
 
+@dataclass(frozen=True, slots=True)
 class AsyncEpoch:
     """One epoch on this rank.
 
@@ -146,20 +148,11 @@ class AsyncEpoch:
     one, else their sum.
     """
 
-    def __init__(
-        self,
-        comm: Handler,
-        station: Station,
-        update: OptimizerStep,
-        sync: ReplicaSync | None,
-        *,
-        mean: bool,
-    ) -> None:
-        self._comm = comm
-        self._station = station
-        self._update = update
-        self._sync = sync
-        self._mean = mean
+    comm: Handler
+    station: Station
+    update: OptimizerStep
+    sync: ReplicaSync | None
+    mean: bool
 
     def run(self, batches: Iterable[object], title: str | None) -> Counts:
         """Open the session and carry it out to the end of the batches; as `Epoch.run`.
@@ -167,44 +160,38 @@ class AsyncEpoch:
         Raises:
             UsageError: a batch is not what it should be.
         """
-        first = self._station.names.first
-        with self._station.clock.waiting:
-            session = self._comm.train(UNTIL_END if first else None)
+        first = self.station.names.first
+        with self.station.clock.waiting:
+            session = self.comm.train(UNTIL_END if first else None)
         with (
             Bar(desc=title, unit="microbatch", disable=title is None) as bar,
             session,
-            failing(self._comm),
+            failing(self.comm),
         ):
-            feed = self._feed(session, batches) if first else None
-            bar.total = self._total(batches)
-            executor = _AsyncExecutor(self._comm, session, self._station, feed)
+            cut = map(self._whole, cut_all(self.comm, self.station.names, batches))
+            feed = Feed(cut, session.mine) if first else None
+            all_ = length_hint(batches) * self.comm.plan.microbatches
+            bar.total = all_ // self.comm.stage.replicas or None
+            executor = _AsyncExecutor(self.comm, session, self.station, feed)
             self._carry_out(session, executor, bar)
         # Only the first stage has seen batches.
         seen = [0, 0] if feed is None else [feed.batches, feed.items]
-        count, items = map(int, self._comm.reduce(seen, "max"))
+        count, items = map(int, self.comm.reduce(seen, "max"))
         return Counts(count, items, session.microbatches)
 
-    def _feed(self, session: Session, batches: Iterable[object]) -> Feed:
-        cut = cut_all(self._comm, self._station.names, batches)
-        return Feed(map(self._whole, cut), session.mine)
-
     def _whole(self, batch: Any) -> Any:
-        wanted = self._comm.plan.microbatches
-        if self._comm.plan.two_versions and batch.microbatches != wanted:
+        wanted = self.comm.plan.microbatches
+        if self.comm.plan.two_versions and batch.microbatches != wanted:
             raise UsageError(
                 f"a batch of {batch.items} items: pipedream_2bw cuts every batch into "
                 f"{wanted} microbatches; leave smaller ones out (drop_last)"
             )
         return batch
 
-    def _total(self, batches: Iterable[object]) -> int | None:
-        count = length_hint(batches)
-        return count * self._comm.plan.microbatches // self._comm.stage.replicas or None
-
     def _carry_out(self, session: Session, executor: _AsyncExecutor, bar: Bar) -> None:
-        per_update = rounds_per_update(self._comm.plan, self._comm.stage)
+        per_update = rounds_per_update(self.comm.plan, self.comm.stage)
         rounds = 0
-        self._update.clear()
+        self.update.clear()
         executor.look_ahead()
         actions = iter(session.actions)
         while (action := self._next(actions)) is not None:
@@ -214,23 +201,23 @@ class AsyncEpoch:
                 bar.update()
                 if rounds % per_update == 0:
                     self._next_version(executor.versions, takes_part=True)
-        for _ in range(rounds, most_of_one(self._comm.stage, session.microbatches)):
+        for _ in range(rounds, most_of_one(self.comm.stage, session.microbatches)):
             self._next_version(executor.versions, takes_part=False)  # the others have more
 
     def _next(self, actions: Iterator[Action]) -> Action | None:
-        with self._station.clock.waiting:  # for the announcement of a microbatch, or of the end
+        with self.station.clock.waiting:  # for the announcement of a microbatch, or of the end
             return next(actions, None)
 
     def _next_version(self, versions: Versions, *, takes_part: bool) -> None:
         versions.about_to_update()
-        if self._sync is not None:
-            with self._station.clock.waiting:
-                if self._mean and not self._comm.plan.two_versions:
-                    self._sync.average_gradients(takes_part=takes_part)
+        if self.sync is not None:
+            with self.station.clock.waiting:
+                if self.mean and not self.comm.plan.two_versions:
+                    self.sync.average_gradients(takes_part=takes_part)
                 else:
-                    self._sync.add_gradients()
-        self._update.take(self._station.clock)
-        self._update.clear()
+                    self.sync.add_gradients()
+        self.update.take(self.station.clock)
+        self.update.clear()
 
 
 class _AsyncExecutor(Executor):

@@ -168,7 +168,8 @@ class Executor:
 
     def _take_gradients(self, microbatch: int, outputs: Tensors) -> Tensors:
         if self._names.last:
-            return _seed(outputs)
+            # The gradient of the loss with respect to itself.
+            return {n: None if t is None else torch.ones_like(t) for n, t in outputs.items()}
         with self._clock.waiting:
             return {n: self.session.recv_grad(n, microbatch) for n in self._names.produces}
 
@@ -211,13 +212,6 @@ def _is_own(gradient: torch.Tensor) -> bool:
     """
     storage = gradient.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES
-
-
-def _seed(outputs: Tensors) -> dict[str, torch.Tensor | None]:
-    """The gradient of the loss with respect to itself."""
-    return {
-        name: None if loss is None else torch.ones_like(loss) for name, loss in outputs.items()
-    }
 
 
 def _run_backward(outputs: Tensors, gradients: Tensors) -> None:

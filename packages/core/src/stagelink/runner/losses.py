@@ -224,15 +224,11 @@ def _sum(
     target: Any,
     weigh: Callable[[], torch.Tensor],
 ) -> LossSum:
-    if not _is_half(output):
+    if not isinstance(output, torch.Tensor) or output.dtype is not torch.float16:
         return LossSum(total(output, target), weigh())
     # Of a batch of many targets a sum may be beyond what a half can hold; their mean is not.
     value, weight = mean(output, target), weigh()
     return LossSum(torch.where(weight == 0, 0.0, value.double()) * weight, weight)
-
-
-def _is_half(output: Any) -> bool:
-    return isinstance(output, torch.Tensor) and output.dtype is torch.float16
 
 
 def _weight(target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:

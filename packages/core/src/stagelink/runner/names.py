@@ -62,7 +62,8 @@ class Names:
             UsageError: one that the module requires, or the target of the loss, is missing.
         """
         bound = self._bound(batch)
-        wanted = {*map(self._tensor_for, self._missing(bound)), *self._renamed}
+        given = {to: name for name, to in self._renamed.items()}
+        wanted = {given.get(to, to) for to in self._missing(bound)} | self._renamed.keys()
         wanted |= {TARGET} if self.last and scored else set()
         wanted |= set() if bound or self._parameters.sole is None else {self._parameters.sole}
         missing = sorted(wanted - batch.keys())
@@ -143,11 +144,6 @@ class Names:
     def _missing(self, bound: Mapping[str, str]) -> set[str]:
         """Required parameters that get nothing."""
         return set(self._parameters.required.difference(bound.values()))
-
-    def _tensor_for(self, parameter: str) -> str:
-        """The name that is wanted for a parameter."""
-        given = {to: name for name, to in self._renamed.items()}
-        return given.get(parameter, parameter)
 
     def _remedy(self, missing: Iterable[str]) -> str:
         if (

@@ -51,7 +51,8 @@ class Parameters:
         Returns:
             Positional arguments, and the others by name.
         """
-        last = max((i for i, one in enumerate(self.positional) if _fixed(one, values)), default=-1)
+        fixed = [p.name in values and p.kind is p.POSITIONAL_ONLY for p in self.positional]
+        last = max((place for place, is_fixed in enumerate(fixed) if is_fixed), default=-1)
         by_position: list[Any] = []
         rest = dict(values)
         for place, parameter in enumerate(self.positional):
@@ -61,10 +62,6 @@ class Parameters:
         if self.sole in rest and self.sole not in self.named:
             by_position.append(rest.pop(self.sole))
         return by_position, rest
-
-
-def _fixed(parameter: Parameter, values: Mapping[str, Any]) -> bool:
-    return parameter.kind is Parameter.POSITIONAL_ONLY and parameter.name in values
 
 
 def parameters_of(module: torch.nn.Module) -> Parameters:

@@ -41,8 +41,7 @@ class State:
             "module": self._module.state_dict(),
             "loss": loss or None,
             "others": [tensor.detach() for tensor in self._trained.in_no_module()],
-            "optimizer": _states("optimizer", self._steppers.optimizers),
-            "scheduler": _states("scheduler", self._steppers.schedulers),
+            **{what: _states(what, parts) for what, parts in self._steps().items()},
         }
 
     def put(self, state: object) -> None:

@@ -62,13 +62,17 @@ class ReplicaSync:
         self._check_memory(buffers, written=True)
         is_new = self._group is None
         group = self._replicas()
-        group.agree(_digest(_layout(tensor) for tensor in [*trained, *buffers]), _SHAPES)
+        layouts = [f"{one.dtype} {tuple(one.shape)}\n" for one in [*trained, *buffers]]
+        group.agree(_digest(map(str.encode, layouts)), _SHAPES)
         if is_new:
             tensors = dict.fromkeys([*trained, *self._of_stage.parameters(), *buffers])
-            group.agree(_digest(_content(tensor) for tensor in tensors), _VALUES)
+            group.agree(_digest(bytes_of(one).cpu().numpy().data for one in tensors), _VALUES)
         if [*map(id, trained)] != [*map(id, self._trained)]:
             self._trained = trained
-            self._gradients = _buffers(trained, group.size)
+            by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+            for tensor in trained:
+                by_dtype[tensor.dtype].append(tensor)
+            self._gradients = [GradientBuffer(one, group.size) for one in by_dtype.values()]
 
     def _check_memory(self, tensors: Iterable[torch.Tensor], *, written: bool) -> None:
         for tensor in tensors:
@@ -124,21 +128,6 @@ class ReplicaSync:
         if self._group is None:
             self._group = ReplicaGroup(self._comm)
         return self._group
-
-
-def _buffers(parameters: Sequence[torch.Tensor], multiple: int) -> list[GradientBuffer]:
-    by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        by_dtype[parameter.dtype].append(parameter)
-    return [GradientBuffer(of_one, multiple) for of_one in by_dtype.values()]
-
-
-def _layout(tensor: torch.Tensor) -> bytes:
-    return f"{tensor.dtype} {tuple(tensor.shape)}\n".encode()
-
-
-def _content(tensor: torch.Tensor) -> memoryview:
-    return bytes_of(tensor).cpu().numpy().data
 
 
 def _digest(parts: Iterable[bytes | memoryview]) -> bytes:

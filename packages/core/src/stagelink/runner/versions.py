@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,12 +48,11 @@ class Versions:
         self._behind = 1 if two else 0
         self._masters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not direct:
-            self._check_hooks()
-            self._check_can_be_given()
+            self._check_copies_will_do()
         self._copies: dict[int, dict[str, torch.Tensor]] = {}
         self._under_way: deque[int] = deque()
 
-    def _check_hooks(self) -> None:
+    def _check_copies_will_do(self) -> None:
         for name, parameter in self._masters.items():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise UsageError(
@@ -62,7 +60,6 @@ class Versions:
                     "those of copies, which have none: do in the optimizer what they do"
                 )
 
-    def _check_can_be_given(self) -> None:
         if any(isinstance(part, torch.jit.ScriptModule) for part in self._module.modules()):
             raise UsageError(
                 f"a {type(self._module).__qualname__}: with an asynchronous schedule forwards run "
@@ -86,7 +83,8 @@ class Versions:
         if self._direct:
             return self._module
         self._under_way.append(version)
-        return partial(_call, self._module, self._copy(version))
+        weights = self._copy(version)
+        return lambda *args, **kwargs: functional_call(self._module, weights, args, kwargs)
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run the oldest microbatch's backward, and add its gradients to the masters'.
@@ -165,9 +163,3 @@ class _Within(torch.nn.Module):
 def _state(gradient: torch.Tensor | None) -> _State:
     """What changes when something is added to a gradient."""
     return None if gradient is None else (id(gradient), gradient._version)
-
-
-def _call(
-    module: torch.nn.Module, weights: dict[str, torch.Tensor], *args: Any, **kwargs: Any
-) -> Any:
-    return functional_call(module, weights, args, kwargs)

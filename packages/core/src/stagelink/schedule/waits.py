@@ -62,15 +62,14 @@ def cycle(waits: Iterable[Wait]) -> list[Wait]:
 
 def describe(plan: Plan, waits: Sequence[Wait], windows: Sequence[int]) -> str:
     """The waits of a cycle in words, one after the other; a long list is cut and counted."""
-    texts = [_sentence(plan, wait, windows) for wait in waits[:_MOST_WAITS]]
+    texts = [
+        f"rank {wait.rank} (stage {plan.stage_of(wait.rank).name!r}) waits in {wait.action} "
+        f"{_what(wait, windows)}"
+        for wait in waits[:_MOST_WAITS]
+    ]
     if len(waits) > _MOST_WAITS:
         texts.append(f"and so on through {len(waits)} ranks, back to the first")
     return "; ".join(texts)
-
-
-def _sentence(plan: Plan, wait: Wait, windows: Sequence[int]) -> str:
-    stage = plan.stage_of(wait.rank)
-    return f"rank {wait.rank} (stage {stage.name!r}) waits in {wait.action} {_what(wait, windows)}"
 
 
 def _what(wait: Wait, windows: Sequence[int]) -> str:
@@ -81,11 +80,10 @@ def _what(wait: Wait, windows: Sequence[int]) -> str:
         return f"for {message} from rank {wait.blocker}"
     if wait.step is Step.RECEIVE_GRADIENT:
         return f"for the gradient of {message} from rank {wait.blocker}"
-    return f"to send {message}: {_full(wait, windows[wait.edge.index])}"
-
-
-def _full(wait: Wait, window: int) -> str:
+    window = windows[wait.edge.index]
     places = "its one place is" if window == 1 else f"all {window} places are"
     if wait.blocker == wait.rank:
-        return f"{places} taken until it receives a gradient, which it does only later"
-    return f"{places} taken until rank {wait.blocker} receives"
+        until = "it receives a gradient, which it does only later"
+    else:
+        until = f"rank {wait.blocker} receives"
+    return f"to send {message}: {places} taken until {until}"

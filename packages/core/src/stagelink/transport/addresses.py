@@ -229,9 +229,7 @@ def _resolved(host: str) -> list[str]:
 
 def _is_local(address: str) -> bool:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+        probe.bind((address, 0))
+        return True
+    return False

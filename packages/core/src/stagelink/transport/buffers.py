@@ -59,7 +59,13 @@ class BufferPool:
         with self._lock:
             self._collect()
             memory = self._pop(size_bytes)
-        return self._lend(_fresh(size_bytes) if memory is None else memory, size_bytes)
+        if memory is None:
+            # Private: a forked data-loader worker that holds a received tensor must not see it
+            # rewritten.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=torch.uint8)
+        back = partial(self._returned.append, _Returned(memory, size_bytes))
+        return lease(memory, size_bytes, back)
 
     @property
     def idle_bytes(self) -> int:
@@ -67,10 +73,6 @@ class BufferPool:
         with self._lock:
             self._collect()
             return self._idle_bytes
-
-    def _lend(self, memory: torch.Tensor, size_bytes: int) -> torch.Tensor:
-        back = partial(self._returned.append, _Returned(memory, size_bytes))
-        return lease(memory, size_bytes, back)
 
     def _collect(self) -> None:
         while self._returned:
@@ -91,12 +93,6 @@ class BufferPool:
             del self._idle[size_bytes]
         self._idle_bytes -= size_bytes
         return memory
-
-
-def _fresh(size_bytes: int) -> torch.Tensor:
-    # Private: a forked data-loader worker that holds a received tensor must not see it rewritten.
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def lease(memory: torch.Tensor, size_bytes: int, on_return: Callable[[], object]) -> torch.Tensor:

@@ -213,16 +213,12 @@ def _waited_for(given: Any, kind: type) -> torch.Tensor:
 
 def _materialised(tensor: torch.Tensor, *, written: bool) -> torch.Tensor:
     """A tensor in place of one without memory whose values are known all the same."""
-    if not _is_zero(tensor):
+    if not torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.ZeroTensor):
         raise MessageTypeError(_why_without_memory(tensor))
     if written:
         raise MessageTypeError("a zero tensor of torch's has no memory, and cannot be written")
     with outside_modes():
         return tensor.clone()
-
-
-def _is_zero(tensor: torch.Tensor) -> bool:
-    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.ZeroTensor)
 
 
 def _why_without_memory(tensor: torch.Tensor) -> str:

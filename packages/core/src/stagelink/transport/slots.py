@@ -282,9 +282,6 @@ class SlotReturns:
         if words and port is not None:
             port.note(bytes(words))
 
-    def _mark_forked(self) -> None:
-        self._forked.update(tuple(self._lent))
-
 
 def returned_slots(note: bytes) -> Iterator[tuple[int, bool]]:
     """Decode a note of `SlotReturns`: each returned slot's number, and whether it is usable.
@@ -302,7 +299,7 @@ def _mark_all() -> None:
     for reference in tuple(_all.values()):  # in one step: other threads make and drop some
         returns = reference()
         if returns is not None:
-            returns._mark_forked()
+            returns._forked.update(tuple(returns._lent))
 
 
 # Twice: what another thread lends, and what it lets go of, between the two is marked as well.
