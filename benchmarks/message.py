@@ -178,7 +178,12 @@ def _waiting(
 
 
 def child(*, counts: bool) -> None:
-    """Answer each line of the standard input with one round's figures."""
+    """Answer each line of the standard input with one round's figures, all on one core.
+
+    Where threads of one interpreter run on several, they wait for each other's caches, and a
+    figure is one of two by chance.
+    """
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with two_ranks() as (one, other):
         for _ in sys.stdin:
             print(json.dumps(calls(one, other) if counts else one_round(one, other)), flush=True)

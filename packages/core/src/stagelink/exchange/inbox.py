@@ -72,7 +72,10 @@ class Inbox(Generic[A]):
 
     def take_session(self, session: int) -> list[A]:
         """Remove everything of one session."""
-        self._last = {k: last for k, last in self._last.items() if k[0] > session}
+        if self._last:
+            self._last = {k: last for k, last in self._last.items() if k[0] > session}
+        if not self._arrivals:
+            return []
         keys = [key for key in self._arrivals if key.session == session]
         return [self.take(key) for key in keys]
 

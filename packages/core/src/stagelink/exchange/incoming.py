@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -75,13 +75,15 @@ class Incoming:
         for kind in (MessageKind.DATA, MessageKind.GRAD, MessageKind.NONE, MessageKind.REFUSED):
             self._plane.handle(kind, self._on_message)
 
-    def drop(self, unread: Iterable[Received], owed: Iterable[Received] = ()) -> None:
+    def drop(self, unread: Sequence[Received], owed: Sequence[Received] = ()) -> None:
         """Answer messages that nobody will ask for, each now or when it is whole.
 
         Args:
             unread: were taken out of the inbox.
             owed: were received, and their gradients will not be sent.
         """
+        if not unread and not owed:
+            return
         with self._plane.lock:
             for arrival in unread:
                 arrival.abandoned = True

@@ -61,24 +61,18 @@ class Outgoing:
     def tell_end(self, session: int, why: str) -> None:
         """Tell every peer that this rank has left a session, and what it is still to get of it."""
         header = Header(MessageKind.END, session=session)
+        said: dict[str, object] = {"why": why[:_MAX_TEXT]} if why else {}
         for peer in self._plane.peers:
-            routes = self._wiring.towards.get(peer, ())
+            routes, due = self._wiring.towards.get(peer, ()), []
             with self._plane.lock:
-                due = [
-                    (route.edge.index, microbatch)
-                    for route in routes
-                    if route.window.waiting
-                    for microbatch in route.window.due(session)
-                ]
+                for route in routes:
+                    if route.window.waiting:
+                        due += [(route.edge.index, mb) for mb in route.window.due(session)]
             # On its connection the END comes after every header of what has started: behind the
             # queues. What waits for credit comes later, and the END says which.
-            said: dict[str, object] = {"why": why[:_MAX_TEXT]} if why else {}
-            if due:
-                said["due"] = due
-            chain: Callable[[], None] = partial(
-                self._plane.post, peer, header, encode(said) if said else b""
-            )
-            for link in {route.link for route in routes}:
+            note = encode({**said, "due": due}) if due else encode(said) if said else b""
+            chain: Callable[[], None] = partial(self._plane.post, peer, header, note)
+            for link in self._wiring.links_to.get(peer, ()):
                 chain = partial(link.when_announced, chain)
             chain()
 

@@ -45,6 +45,8 @@ class RoutingTable:
         self._rank = rank
         self._wiring = wiring
         self._stage = plan.stage_of(rank)
+        self._replica = plan.replica_of(rank)
+        self._last_count, self._last_mine = 0, microbatches_of(self._stage, self._replica, 0)
         self._outputs = _by_name(plan.outputs(self._stage.index))
         self._inputs = _by_name(plan.inputs(self._stage.index))
         self.period = lcm(*(period(stage) for stage in plan.stages))
@@ -77,7 +79,10 @@ class RoutingTable:
 
     def mine(self, microbatches: int) -> Sequence[int]:
         """The microbatches that this replica handles of a session of so many."""
-        return microbatches_of(self._stage, self._plan.replica_of(self._rank), microbatches)
+        if microbatches != self._last_count:
+            self._last_mine = microbatches_of(self._stage, self._replica, microbatches)
+            self._last_count = microbatches
+        return self._last_mine
 
     def check_mine(self, microbatch: object, mine: Sequence[int], microbatches: int) -> None:
         """Hold a microbatch against those that this replica handles.

@@ -157,9 +157,11 @@ class Sessions:
 
         Of the last one as well others may still be wrong.
         """
-        plane, left = self._plane, self.left
+        gone, peers = self._plane.gone, self._plane.peers
         for number, record in [*self._records.items()]:
-            if number < left and all(p in record.theirs or p in plane.gone for p in plane.peers):
+            if number >= self.left or len(record.theirs) + len(gone) < len(peers):
+                return  # nor those after it
+            if all(peer in record.theirs or peer in gone for peer in peers):
                 del self._records[number]
 
     # -- how it opens

@@ -133,7 +133,8 @@ class PeerWindow:
             ProtocolError: the peer has sent more of it, or of those before, than that.
         """
         self._session = session
-        self._size = max(size, self._size or 0)
+        if self._size is None or size > self._size:
+            self._size = size
         if len(self._unanswered) > self._size:
             self._check(self._size)
 

@@ -57,6 +57,7 @@ class Wiring:
         out: the routes that begin here.
         into: the routes that end here.
         towards: the routes that begin here, by peer.
+        links_to: the links that carry those, by peer.
         counters: totals per link.
     """
 
@@ -76,9 +77,11 @@ class Wiring:
         self.out: dict[RouteKey, OutRoute] = {}
         self.into: dict[RouteKey, InRoute] = {}
         self.towards: defaultdict[int, list[OutRoute]] = defaultdict(list)
+        self.links_to: defaultdict[int, set[OutLink]] = defaultdict(set)
         self.counters: dict[Link, LinkCounters] = {}
         self._plan = plan
         self._windows: Counter[Link] = Counter()
+        self._begun_with: Sequence[int] = ()
         self._ends: dict[Link, LinkEnd] = {}
         self._numbered: dict[int, list[Link]] = {}
         self._openers: list[threading.Thread] = []
@@ -112,11 +115,13 @@ class Wiring:
         Raises:
             ProtocolError: a peer has sent more than its window allows.
         """
-        for out in self.out.values():
-            out.window.size = windows[out.edge.index]
         for into in self.into.values():
             into.window.enter(session, windows[into.edge.index])
-        self.enter(windows)
+        if windows is not self._begun_with:  # else they are what they were in the last session
+            self._begun_with = windows
+            for out in self.out.values():
+                out.window.size = windows[out.edge.index]
+            self.enter(windows)
 
     def lift(self) -> None:
         """Nobody here keeps a message any more: peers may send whatever is left."""
@@ -193,6 +198,7 @@ class Wiring:
         route = OutRoute(edge, peer, end, counters, answers)
         self.out[edge.index, route.direction, peer] = route
         self.towards[peer].append(route)
+        self.links_to[peer].add(end)
         return route
 
     def _in_route(
