@@ -440,7 +440,7 @@ def test_a_message_under_way_is_waited_for_after_its_session(ranks: Ranks) -> No
             else:
                 session.recv("h", 0)
         if comm.rank == 0:
-            with pytest.raises(stagelink.DeadlineError, match=r"still under way after 0\.05 s"):
+            with pytest.raises(stagelink.DeadlineError, match=r"still in flight after 0\.05 s"):
                 handle.wait(0.05)
             gate.open()
             handle.wait()

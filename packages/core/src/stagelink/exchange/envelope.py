@@ -25,7 +25,7 @@ __all__ = ["Terms", "check_contract", "check_gradient", "seal", "unseal"]
 
 
 class Terms(NamedTuple):
-    """What messages of one session have in common.
+    """Terms that messages of one session have in common.
 
     Attributes:
         trains: whether gradients come back.

@@ -47,7 +47,7 @@ class Received(Arrival):
 
 
 class Incoming:
-    """What this rank receives.
+    """Receiving side of this rank.
 
     Args:
         node: this rank.

@@ -44,7 +44,7 @@ class Marks:
 
 
 class Ledger:
-    """What one rank has done on one edge, at either end; by places among its own microbatches.
+    """Record of one rank's work on one edge, at either end; by index among its own microbatches.
 
     Attributes:
         sent: tensors that were sent; at their producer.

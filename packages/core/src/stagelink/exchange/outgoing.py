@@ -36,7 +36,7 @@ _MAX_TEXT = 10_000
 
 
 class Outgoing:
-    """What this rank sends.
+    """Sending side of this rank.
 
     Args:
         node: this rank.
@@ -337,7 +337,7 @@ class Outgoing:
 
         if not self._plane.wait(lambda: all(finished(*one) for one in sent), deadline):
             raise DeadlineError(
-                f"rank {self._plane.rank}: a message was still under way after "
+                f"rank {self._plane.rank}: a message was still in flight after "
                 f"{deadline.seconds:g} s"
             )
 

@@ -32,7 +32,7 @@ _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 class Traffic:
-    """What one rank sends and receives in one session.
+    """Messages that one rank sends and receives in one session.
 
     Args:
         engine: this rank's moving parts.

@@ -72,7 +72,7 @@ class Window:
         return self._unpark(self.size)
 
     def release_all(self) -> list[Callable[[], None]]:
-        """What to call for all that is parked: the receiver keeps nothing more."""
+        """Release all that is parked, to be called: the receiver keeps nothing more."""
         return self._unpark(len(self._outstanding) + len(self._parked))
 
     def _unpark(self, size: int) -> list[Callable[[], None]]:
@@ -89,7 +89,7 @@ class Window:
 
     @property
     def waiting(self) -> int:
-        """How many messages have not started."""
+        """Number of messages that have not started."""
         return len(self._parked) + len(self._starting)
 
     def due(self, session: int) -> list[int]:
@@ -139,7 +139,7 @@ class PeerWindow:
             self._check(self._size)
 
     def lift(self) -> None:
-        """Nobody here keeps a message any more: who has some left may send it all."""
+        """Lift the limit: nobody here keeps a message, so the peer may send all it has."""
         self._size = None
 
     def take(self, session: int, microbatch: int) -> None:

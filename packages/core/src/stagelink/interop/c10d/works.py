@@ -1,4 +1,4 @@
-"""What ``isend`` and ``irecv`` give back: one message on its way, as c10d's ``Work``."""
+"""Works that ``isend`` and ``irecv`` return: one message in flight, as c10d's ``Work``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["Given", "RecvWork", "SendWork"]
 
 
 class Given(NamedTuple):
-    """What a caller wants a message in.
+    """Tensor that a caller wants a message in.
 
     Attributes:
         tensor: as the caller gave it.
