@@ -225,12 +225,8 @@ def rounds(
 ) -> Iterator[tuple[Case, int, Timed]]:
     """Carry out all rounds of some pipes, each kind and size of all in turn, and of copies.
 
-    Args:
-        job: what to measure; its transports are the caller's affair.
-        pipes: this rank's ends.
-        rank: this rank.
-        start_together: waits until the other rank calls it as well.
-        copiers: what one thread copies with.
+    The job's transports are the caller's affair. ``start_together`` waits until the other rank
+    calls it as well.
     """
     moves = [(pipe.subject, partial(timed, pipe)) for pipe in pipes]
     copies = [(subject, partial(_copied, copy, rank)) for subject, copy in copiers.items()]

@@ -124,10 +124,7 @@ def assume(plan: Plan, result: Verification) -> Assumed:
 def check_here(plan: Plan, *, alone: bool) -> list[str]:
     """Refuse what the ranks of this machine would refuse for certain when they connect.
 
-    Args:
-        plan: the plan.
-        alone: whether all ranks run here, with the plugins of this process; else what is not
-            installed here may be elsewhere.
+    Where they are not ``alone``, what is not installed here may be elsewhere.
 
     Returns:
         What is worth a look.

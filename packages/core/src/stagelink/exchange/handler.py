@@ -36,8 +36,6 @@ from stagelink.schedule import (
 )
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from torch.distributed import Store
 
     from stagelink.errors import StagelinkError
@@ -351,12 +349,7 @@ class Handler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         elif self._start_closing():

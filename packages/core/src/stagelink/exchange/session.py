@@ -15,8 +15,6 @@ from stagelink.exchange.traffic import Traffic
 from stagelink.schedule import actions_of
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from stagelink.exchange.engine import Engine
     from stagelink.exchange.handles import RecvHandle, SendHandle
     from stagelink.exchange.sessions import Opening, SessionRecord
@@ -88,12 +86,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.open and kind is GeneratorExit:
             self.stop()  # the caller has stopped iterating
         elif self.open:

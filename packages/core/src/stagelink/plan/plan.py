@@ -296,32 +296,24 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str, object]]:
     yield "control", "inline_bytes", plan.control.inline_bytes
     names = [stage.name for stage in plan.stages]
     for stage in plan.stages:
-        for word, value in _stage_facts(stage):
-            yield f"stage {stage.name!r}", word, value
+        owner = f"stage {stage.name!r}"
+        yield owner, "place", stage.index
+        yield owner, "ranks", stage.ranks
+        yield owner, "device", stage.device
+        yield owner, "warm_up", stage.warm_up
+        yield owner, "arguments", dict(stage.arguments) or None
     for tensor in plan.tensors:
-        for word, value in _tensor_facts(tensor, names):
-            yield f"tensor {tensor.name!r}", word, value
+        owner = f"tensor {tensor.name!r}"
+        yield owner, "from", names[tensor.source]
+        yield owner, "to", [names[target] for target in tensor.targets]
+        yield owner, "dtype", tensor.dtype
+        yield owner, "shape", tensor.shape
+        yield owner, "grad", tensor.grad
     for rule in plan.rules:
         yield f"link rule {rule.index}", "keys", named_keys(rule, names)
         yield f"link rule {rule.index}", "transport", rule.transports
     for name, options in plan.transports.items():
         yield f"transport {name!r}", "options", options
-
-
-def _stage_facts(stage: Stage) -> Iterator[tuple[str, object]]:
-    yield "place", stage.index
-    yield "ranks", stage.ranks
-    yield "device", stage.device
-    yield "warm_up", stage.warm_up
-    yield "arguments", dict(stage.arguments) or None
-
-
-def _tensor_facts(tensor: Tensor, names: list[str]) -> Iterator[tuple[str, object]]:
-    yield "from", names[tensor.source]
-    yield "to", [names[target] for target in tensor.targets]
-    yield "dtype", tensor.dtype
-    yield "shape", tensor.shape
-    yield "grad", tensor.grad
 
 
 _NOT_GIVEN = "not given"
@@ -346,22 +338,14 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str], peer: str) -
         peer: a word for the peer, as in ``"rank 1"``.
     """
     differing = (key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
-    absent = {owner: f"on {peer}" for owner in _owners(mine) - _owners(theirs)}
-    absent |= dict.fromkeys(_owners(theirs) - _owners(mine), "here")
+    here, there = ({key.rpartition(" ")[0] for key in facts} for facts in (mine, theirs))
+    absent = dict.fromkeys(here - there, f"on {peer}") | dict.fromkeys(there - here, "here")
     lines = set()
     for key in differing:
-        owner = _owner(key)
+        owner = key.rpartition(" ")[0]
         if owner in absent:
             lines.add(f"{owner}: absent {absent[owner]}")
         else:
-            here, there = mine.get(key, _NOT_GIVEN), theirs.get(key, _NOT_GIVEN)
-            lines.add(f"{key}: {here} here, {there} on {peer}")
+            own, other = mine.get(key, _NOT_GIVEN), theirs.get(key, _NOT_GIVEN)
+            lines.add(f"{key}: {own} here, {other} on {peer}")
     return sorted(lines)
-
-
-def _owners(facts: Mapping[str, str]) -> set[str]:
-    return {_owner(key) for key in facts}
-
-
-def _owner(key: str) -> str:
-    return key.rpartition(" ")[0]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeGuard
 
 from stagelink.errors import PlanError
 from stagelink.text import shown
@@ -68,21 +69,11 @@ def launch_problems(rank: object, world_size: object, plan_size: int) -> Iterato
 
 
 def _reasons(rank: object, world_size: object, plan_size: int) -> Iterator[str]:
-    numbers = {"the rank": rank, "the world size": world_size}
-    for name, value in numbers.items():
-        if not _is_int(value):
-            yield f"{name} must be an int"
-    if isinstance(world_size, int) and _is_int(world_size):
-        yield from _size_reasons(world_size, plan_size)
-        if isinstance(rank, int) and _is_int(rank):
-            yield from _rank_reasons(rank, world_size)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _size_reasons(world_size: int, plan_size: int) -> Iterator[str]:
+    if not _is_int(rank):
+        yield "the rank must be an int"
+    if not _is_int(world_size):
+        yield "the world size must be an int"
+        return
     if world_size < 1:
         yield "a world has at least 1 rank"
     elif world_size > plan_size:
@@ -91,14 +82,15 @@ def _size_reasons(world_size: int, plan_size: int) -> Iterator[str]:
     elif world_size < plan_size:
         missing = _span(world_size, plan_size)
         yield f"the plan has {plan_size} ranks, nobody would be rank {missing}"
-
-
-def _rank_reasons(rank: int, world_size: int) -> Iterator[str]:
-    if rank < 0:
+    if _is_int(rank) and rank < 0:
         yield "a rank is not negative"
-    elif world_size >= 1 and rank >= world_size:
+    elif _is_int(rank) and rank >= world_size >= 1:
         yield f"the ranks of this world are {_span(0, world_size)}"
 
 
 def _span(start: int, stop: int) -> str:
     return str(start) if stop - start == 1 else f"{start} to {stop - 1}"
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

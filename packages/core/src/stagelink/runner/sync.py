@@ -30,10 +30,7 @@ _VALUES = (
 class ReplicaSync:
     """Keeps a stage's module equal on all its replicas. Every call is made by all of them.
 
-    Args:
-        comm: the handler.
-        trained: the stage's parameters.
-        all_gradients: whether those that no optimizer steps are wanted, too: for a norm of all.
+    With ``all_gradients`` those that no optimizer steps are wanted, too: for a norm of all.
 
     Raises:
         StagelinkError: from every call, see `ReplicaGroup`.
@@ -95,9 +92,6 @@ class ReplicaSync:
     def average_gradients(self, *, takes_part: bool) -> None:
         """Replace every gradient by its mean over the replicas that take part, at least one.
 
-        Args:
-            takes_part: whether this one does; if not, it only gets the mean.
-
         Raises:
             UsageError: a gradient is sparse.
         """
@@ -142,11 +136,8 @@ class GradientBuffer:
 
     Behind the gradients there is a mark for each parameter that has one. In the sum it tells a
     gradient that nobody had from one that some had, which counts as zero for the others. A last
-    mark says that this replica takes part in a mean.
-
-    Args:
-        parameters: whose gradients; in the same order on every replica.
-        multiple: the size is a multiple of this.
+    mark says that this replica takes part in a mean. The parameters come in the same order on
+    every replica, and the size is a multiple of ``multiple``.
 
     Attributes:
         values: gradients, then marks, then nothing of interest.
@@ -168,10 +159,7 @@ class GradientBuffer:
 
     @torch.no_grad()  # a gradient may have a graph of its own
     def fill(self, *, takes_part: bool = True) -> None:
-        """Take the parameters' gradients in.
-
-        Args:
-            takes_part: whether this replica counts where `hand_out` makes a mean.
+        """Take the parameters' gradients in, and whether this replica counts in a mean.
 
         Raises:
             UsageError: one is sparse, or has no strided memory of its own.
@@ -189,8 +177,7 @@ class GradientBuffer:
     def hand_out(self, *, mean: bool = False) -> None:
         """Give the values back as the parameters' gradients; what nobody has stays None.
 
-        Args:
-            mean: over the replicas that took part, at least one.
+        A mean is over the replicas that took part, at least one.
         """
         if mean:
             for gradient in self._gradients:

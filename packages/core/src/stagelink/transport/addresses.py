@@ -52,14 +52,10 @@ def is_loopback(address: str) -> bool:
 
 
 def check_reachable(address: Address, key: str) -> None:
-    """Make sure that an address is no loopback address, for ranks that are on other hosts.
-
-    Args:
-        address: of this host.
-        key: where an interface can be named, for the error.
+    """Make sure that an address of this host is no loopback address, for ranks of other hosts.
 
     Raises:
-        ConnectError: it is one.
+        ConnectError: it is one; an interface can be named in ``key``.
     """
     if is_loopback(address.text):
         raise ConnectError(

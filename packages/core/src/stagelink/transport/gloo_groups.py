@@ -124,15 +124,9 @@ def break_off(
 ) -> threading.Thread | None:
     """Wake every wait in a gloo group, and make it useless; returns at once, on any thread.
 
-    Args:
-        group: the group.
-        rank: this member.
-        size: how many there are.
-        name: of the thread that does it.
-        then: called on that thread behind it.
-
     Returns:
-        The thread, which ends soon; None for a group of one rank, in which nothing waits.
+        The thread that does it and calls ``then`` behind it, which ends soon; None for a group of
+        one rank, in which nothing waits.
     """
     if size == 1:
         return None

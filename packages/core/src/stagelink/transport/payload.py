@@ -249,14 +249,10 @@ def _name(kind: type) -> str:
 
 
 def to_bytes(tensor: torch.Tensor, *, in_order: bool) -> torch.Tensor:
-    """The tensor's elements in logical order as a flat uint8 tensor.
+    """The tensor's elements in logical order as a flat uint8 tensor, by what `content_of` gave.
 
     Shares memory with ``tensor`` where that has them in order, else is a copy. Neither the tensor
     nor its autograd graph is changed.
-
-    Args:
-        tensor: as `content_of` gives it.
-        in_order: what it said of its memory.
     """
     with outside_modes():
         plain = tensor.detach()
@@ -310,13 +306,9 @@ def _shaped(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def payload_problem(
     payload: object, size_bytes: int, lent: torch.Tensor | None, device: str = "cpu"
 ) -> str | None:
-    """Find what is wrong with the payload that a receiver gave for a message.
+    """Find what is wrong with the payload that a receiver gave for a message of a size.
 
-    Args:
-        payload: what its ``finish`` returned, or its `Ready` has.
-        size_bytes: the payload's size.
-        lent: the buffer that it accepted.
-        device: kind of device on which the payload belongs.
+    None stands for the buffer that it accepted, ``lent``; else the payload belongs on ``device``.
     """
     if payload is None:
         return None if lent is not None else "gives None and has accepted no buffer"
