@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from stagelink.testing import LeakCheck, RankPool
+from stagelink.testing import LeakCheck, RankPool
 
 __all__ = ["leak_check", "rank_pool"]
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 __all__ = ["did_you_mean", "kind", "quoted", "ranges", "repeats", "shown", "unknown"]
 

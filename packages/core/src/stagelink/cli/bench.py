@@ -149,13 +149,11 @@ def _problem(plugins: Plugins, name: str) -> str | None:
         return str(error)
     plan = pair_plan(name)
     link = assume(plan, verify(plan)).links[0]
-    return None if link.transport is not None else _reason(link.reasons[0])
-
-
-def _reason(error: str) -> str:
-    """The line of a refusal that says why, without what to do about it."""
-    lines = error.splitlines()
-    return lines[min(1, len(lines) - 1)].strip(" -")
+    if link.transport is not None:
+        return None
+    # The line of a refusal that says why, without what to do about it.
+    *_, reason = link.reasons[0].splitlines()[:2]
+    return reason.strip(" -")
 
 
 def _write_json(records: Sequence[Record], path: str) -> None:

@@ -138,12 +138,9 @@ def peers(plan: Plan, rank: int) -> tuple[int, ...]:
     stage, replica = plan.stage_of(rank), plan.replica_of(rank)
     others = [(edge, edge.source) for edge in plan.inputs(stage.index)]
     others += [(edge, edge.target) for edge in plan.outputs(stage.index)]
-    return tuple(
-        sorted(
-            {
-                rank_for(plan.stages[other], microbatch)
-                for edge, other in others
-                for microbatch in microbatches_of(stage, replica, period_of_pairs(plan, edge))
-            }
-        )
-    )
+    found = {
+        rank_for(plan.stages[other], microbatch)
+        for edge, other in others
+        for microbatch in microbatches_of(stage, replica, period_of_pairs(plan, edge))
+    }
+    return tuple(sorted(found))

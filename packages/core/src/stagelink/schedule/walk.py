@@ -11,23 +11,20 @@ however many ranks wait. For a walk with durations, the list of ready ranks beco
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from stagelink.schedule.actions import Kind
+from stagelink.plan import Plan, Stage
+from stagelink.schedule.actions import Action, Kind, Mode
 from stagelink.schedule.routing import channels, microbatches_of, most_of_one, rank_for
 from stagelink.schedule.waits import Step, Wait
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from stagelink.plan import Plan, Stage
-    from stagelink.schedule.actions import Action, Mode
-
-    # A step, what does it (false: it has to wait), and the index of its edge.
-    _Part = tuple[Step, Callable[["_Walker", int, int], bool], int]
-
 __all__ = ["Walked", "walk"]
+
+_NONE = -1
+
+_Part = tuple[Step, Callable[["_Walker", int, int], bool], int]
+"""A step, what does it (false: it has to wait), and the index of its edge."""
 
 
 class _Tokens:
@@ -69,19 +66,12 @@ class _Tokens:
         return self._credits[edge] + of_edge[microbatch % len(of_edge)]
 
     def at_start(self, windows: Sequence[int]) -> list[int]:
-        """Count each at first: nothing has arrived, and the windows are free.
-
-        Args:
-            windows: the credits of each channel, per edge.
-        """
+        """Count each at first: nothing has arrived, and each edge has its window's credits."""
         counts = [0] * self._count
         ends = [*self._credits[1:], self._count]
         for window, first, end in zip(windows, self._credits, ends, strict=False):
             counts[first:end] = [window] * (end - first)
         return counts
-
-
-_NONE = -1
 
 
 @dataclass(frozen=True, slots=True)

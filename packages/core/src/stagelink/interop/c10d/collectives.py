@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from stagelink.errors import ConnectError
 from stagelink.interop.collectives import ExplainedGroup
 from stagelink.transport.gloo_groups import THREADS, break_off, gloo_group
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Sequence
-    from datetime import timedelta
-
-    from torch.distributed import Store
 
 __all__ = ["WithCollectives"]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from stagelink.deadline import Deadline
 from stagelink.errors import MessageError, StagelinkError
@@ -22,20 +24,13 @@ from stagelink.interop.c10d.options import C10dOptions
 from stagelink.interop.c10d.works import Given, RecvWork, SendWork
 from stagelink.interop.collectives import recorded, untraced
 from stagelink.links.arrival import Arrival
-from stagelink.links.out_link import SendJob
+from stagelink.links.out_link import OutLink, SendJob
 from stagelink.transport.addresses import check_reachable, is_loopback
 from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
 from stagelink.transport.header import Flag, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of, raw_bytes, target_of, to_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import Store
-
-    from stagelink.links.out_link import OutLink
 
 __all__ = ["NAME", "StagelinkGroup"]
 

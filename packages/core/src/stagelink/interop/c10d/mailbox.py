@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from stagelink.control.connection import Frame
+from stagelink.control.plane import Plane
 from stagelink.errors import ProtocolError
 from stagelink.links.arrival import Arrival
+from stagelink.links.in_link import InLink
 from stagelink.transport.header import Direction, Header, MessageKind
-
-if TYPE_CHECKING:
-    from stagelink.control.connection import Frame
-    from stagelink.control.plane import Plane
-    from stagelink.links.in_link import InLink
 
 __all__ = ["Address", "Claim", "Mailbox"]
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed import Store
 
 from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
@@ -13,23 +16,16 @@ from stagelink.exchange.unclosed import closed, opened
 from stagelink.interop.c10d.errors import error_like
 from stagelink.interop.c10d.mailbox import Address, Mailbox
 from stagelink.links.arrival import Arrival
+from stagelink.links.in_link import InLink
 from stagelink.links.node import Node
+from stagelink.links.out_link import OutLink
 from stagelink.links.topology import routes_of
+from stagelink.plan import Plan
 from stagelink.plugins.choice import asked_for
 from stagelink.plugins.offers import survey
 from stagelink.plugins.plugins import Plugins
+from stagelink.transport.contract import Link
 from stagelink.transport.header import Direction, Header, MessageKind
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch.distributed as dist
-    from torch.distributed import Store
-
-    from stagelink.links.in_link import InLink
-    from stagelink.links.out_link import OutLink
-    from stagelink.plan import Plan
-    from stagelink.transport.contract import Link
 
 __all__ = ["Mesh"]
 

@@ -6,21 +6,18 @@ The ranks of the group are its stages, each named after its rank, with an edge b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from stagelink.errors import PlanError
 from stagelink.plan import Plan
 from stagelink.plan.document import Limits, LinkTable
 from stagelink.plan.files import read_mapping
 from stagelink.text import did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from pydantic import BaseModel
 
 __all__ = ["CONFIG_VARIABLE", "C10dOptions"]
 

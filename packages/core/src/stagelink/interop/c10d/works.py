@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,22 +15,18 @@ from stagelink.control.chain import Awaited
 from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
 from stagelink.interop.c10d.errors import seconds_of
+from stagelink.interop.c10d.mailbox import Address
+from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.collectives import recorded, untraced
+from stagelink.links.arrival import Arrival
 from stagelink.links.driving import wait_driving
+from stagelink.links.in_link import InLink
+from stagelink.links.out_link import OutLink, SendJob
+from stagelink.plan.dtypes import DType
 from stagelink.transport.interrupts import stops_caller
+from stagelink.transport.lanes import Moment
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import from_bytes, has_memory, to_bytes
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    from stagelink.interop.c10d.mailbox import Address
-    from stagelink.interop.c10d.mesh import Mesh
-    from stagelink.links.arrival import Arrival
-    from stagelink.links.in_link import InLink
-    from stagelink.links.out_link import OutLink, SendJob
-    from stagelink.plan.dtypes import DType
-    from stagelink.transport.lanes import Moment
 
 __all__ = ["Given", "RecvWork", "SendWork"]
 

@@ -7,14 +7,10 @@ routing to be done: a message is found by its name, its two ranks and its miniba
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from stagelink.interop.pipedream.topology import ACK
-from stagelink.plan import Plan
-
-if TYPE_CHECKING:
-    from stagelink.interop.pipedream.topology import Edge, Topology
-    from stagelink.plan import Limits
+from stagelink.interop.pipedream.topology import ACK, Edge, Topology
+from stagelink.plan import Limits, Plan
 
 __all__ = ["DEFAULTS", "WINDOW", "Servers", "channel", "limits_of", "plan_of"]
 

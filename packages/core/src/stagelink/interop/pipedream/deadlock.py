@@ -5,17 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from math import lcm
-from typing import TYPE_CHECKING
 
 from stagelink.interop.pipedream.assignment import Assignment
-from stagelink.interop.pipedream.topology import ACK
+from stagelink.interop.pipedream.topology import ACK, Topology
 from stagelink.plan import Plan
-from stagelink.schedule import actions_of, choose_warm_up, default_warm_up, walk
+from stagelink.schedule import Walked, actions_of, choose_warm_up, default_warm_up, walk
 from stagelink.schedule.waits import cycle, describe
-
-if TYPE_CHECKING:
-    from stagelink.interop.pipedream.topology import Topology
-    from stagelink.schedule import Walked
 
 __all__ = ["explain"]
 

@@ -7,13 +7,14 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from stagelink.arguments import COUNT, FLAG, MAPPING, checked
 from stagelink.errors import PlanError, StagelinkError, UsageError
 from stagelink.exchange.connect import connect
+from stagelink.exchange.handler import Handler
 from stagelink.interop.pipedream.channels import Servers, limits_of, plan_of
 from stagelink.interop.pipedream.loop import Loop
 from stagelink.interop.pipedream.meeting import Meeting, explain_by
@@ -26,9 +27,6 @@ from stagelink.interop.pipedream.topology import (
     Declaration,
     Topology,
 )
-
-if TYPE_CHECKING:
-    from stagelink.exchange.handler import Handler
 
 __all__ = ["CommunicationHandler"]
 

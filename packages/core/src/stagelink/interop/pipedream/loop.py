@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import torch
 
 from stagelink.arguments import FLAG, expect, is_a
 from stagelink.errors import DeadlineError, DisagreementError, UsageError
+from stagelink.exchange.handler import Handler
 from stagelink.interop.pipedream.assignment import Assignment
 from stagelink.interop.pipedream.deadlock import explain
+from stagelink.interop.pipedream.meeting import Meeting
 from stagelink.interop.pipedream.phase import Phase, Place
 from stagelink.schedule import UNTIL_END
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
-
-    from stagelink.exchange.handler import Handler
-    from stagelink.interop.pipedream.meeting import Meeting
 
 __all__ = ["Loop", "Progress"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from stagelink.control.launch import StoreAddress
 from stagelink.control.listening import gloo_address_by, store_host
@@ -15,6 +17,7 @@ from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, DeadlineError, PlanError, StagelinkError, UsageError
+from stagelink.exchange.handler import Handler
 from stagelink.interop.collectives import ExplainedGroup, explained
 from stagelink.interop.pipedream.topology import Declaration
 from stagelink.plan.document import Control
@@ -22,13 +25,6 @@ from stagelink.plan.problems import launch_problems
 from stagelink.transport.gloo_groups import THREADS, break_off, gloo_group
 from stagelink.transport.host import server_id
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import Store
-
-    from stagelink.exchange.handler import Handler
 
 __all__ = ["BACKEND", "Meeting", "backend_for", "explain_by"]
 

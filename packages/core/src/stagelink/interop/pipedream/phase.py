@@ -14,22 +14,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stagelink.arguments import is_a
 from stagelink.errors import MessageError, UsageError
+from stagelink.exchange.session import Session
+from stagelink.interop.pipedream.assignment import Assignment
 from stagelink.interop.pipedream.channels import channel
-from stagelink.interop.pipedream.topology import ACK
+from stagelink.interop.pipedream.topology import ACK, Edge, Topology
 from stagelink.transport.lanes import device_here
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of
-
-if TYPE_CHECKING:
-    from stagelink.exchange.session import Session
-    from stagelink.interop.pipedream.assignment import Assignment
-    from stagelink.interop.pipedream.topology import Edge, Topology
 
 __all__ = ["Phase", "Place"]
 
