@@ -114,13 +114,17 @@ class Incoming:
             record = self._sessions.find(header.session)
             if record is not None:
                 record.check(header.microbatch)
-            self._check_due(route, header)
+            if route.answers is not None:
+                self._outgoing.check_sent(route.answers, header, header.microbatch)
+            elif header.kind is not MessageKind.REFUSED:  # which takes no credit
+                route.window.take(header.session, header.microbatch)
             if header.kind in _TENSORS and (route.has_contract or not header.dtype_code):
                 check_declared(route.edge, header)
             carried = self._open_envelope(arrival, frame)
             arrival.abandoned = header.session <= self._sessions.left
             if not arrival.abandoned:
-                self._check_room(route, arrival)
+                if self._most_bytes is not None:
+                    self._check_room(route, arrival, self._most_bytes)
                 self.inbox.put(arrival)
         if carried:
             route.link.announced(arrival, frame.note, frame.take_fds())
@@ -134,30 +138,19 @@ class Incoming:
         unanswered, self._unanswered = self._unanswered, []
         self._answer_all(unanswered)
 
-    def _check_due(self, route: InRoute, header: Header) -> None:
-        """Hold a message against the credit that its sender has, or against what it answers.
-
-        Raises:
-            ProtocolError: it has none, or there is nothing that it answers.
-        """
-        if route.answers is not None:
-            self._outgoing.check_sent(route.answers, header, header.microbatch)
-        elif header.kind is not MessageKind.REFUSED:
-            route.window.take(header.session, header.microbatch)  # a refusal takes no credit
-
-    def _check_room(self, route: InRoute, arrival: Arrival) -> None:
+    def _check_room(self, route: InRoute, arrival: Arrival, most_bytes: int) -> None:
         """Hold what has come against the plan's bound, as a plan without shapes bounds nothing.
 
         Raises:
             MessageError: it is more.
         """
         held, size = self.inbox.held_bytes, arrival.header.payload_bytes
-        if self._most_bytes is not None and held + size > self._most_bytes:
+        if held + size > most_bytes:
             raise MessageError(
                 f"rank {self._plane.rank}: {arrival.key} from rank {route.peer} on edge "
                 f"{route.edge.name!r} has {size} bytes, and {held} bytes of messages have come "
                 "that nobody has taken yet; limits.receive_bytes allows "
-                f"{self._most_bytes} together"
+                f"{most_bytes} together"
             )
 
     @staticmethod
@@ -239,23 +232,19 @@ class Incoming:
             PeerClosedError: it can no longer come.
         """
         try:
-            began = time.monotonic()
-            arrival, arrived = self.wait_whole(route, key, deadline)
-            while not self._taken(key, arrival):
-                # In its place there is another: a refusal's second try, or nothing after close.
-                arrival, arrived = self.wait_whole(route, key, deadline)
+            began = arrived = time.monotonic()
+            arrival = None
+            while arrival is None:  # in its place there may be another: a refusal's second try
+                arrived = self._wait_arrived(route, key, deadline)
+                with self._plane.lock:
+                    arrival = self.inbox.take_whole(key)
+                if arrival is None:
+                    self._wait_settled(route, key, deadline)
             self._hand_over(route, arrival, began, arrived)
         except BaseException as error:
             self._plane.failure.interrupted(error)
             raise
         return arrival
-
-    def _taken(self, key: Key, arrival: Received) -> bool:
-        with self._plane.lock:
-            if self.inbox.get(key) is not arrival:
-                return False
-            self.inbox.take(key)
-            return True
 
     def _hand_over(self, route: InRoute, arrival: Received, began: float, arrived: float) -> None:
         if arrival.refusal is not None:
@@ -287,25 +276,28 @@ class Incoming:
             self._observe("wait_wire", link, header, wire_wait_s, ended)
             self._observe("recv", link, header, ended - began, ended)
 
-    def wait_whole(self, route: InRoute, key: Key, deadline: Deadline) -> tuple[Received, float]:
+    def wait_whole(self, route: InRoute, key: Key, deadline: Deadline) -> None:
         """Wait until a message is here with its payload, and leave it where it is.
-
-        Returns:
-            The message, and the moment at which its header was here.
 
         Raises:
             DeadlineError, PeerClosedError, StagelinkError: as `take`.
         """
+        self._wait_arrived(route, key, deadline)
+        self._wait_settled(route, key, deadline)
+
+    def _wait_arrived(self, route: InRoute, key: Key, deadline: Deadline) -> float:
+        """Wait for a message's header; the moment at which it was here."""
+        if key not in self.inbox:
+            ready = partial(self._arrived, route, key)
+            self._wait(route, key, ready, deadline, "nothing came")
+        return time.monotonic()
+
+    def _wait_settled(self, route: InRoute, key: Key, deadline: Deadline) -> None:
         self._plane.check()
         arrival = self.inbox.get(key)
-        while arrival is None:
-            self._wait(route, key, partial(self._arrived, route, key), deadline, "nothing came")
-            arrival = self.inbox.get(key)
-        arrived = time.monotonic()
-        if not arrival.settled:
+        if arrival is not None and not arrival.settled:
             ready = partial(self._settled, route, key, arrival)
             self._wait(route, key, ready, deadline, "the payload did not come")
-        return arrival, arrived
 
     def wait_announced(self, route: InRoute, key: Key, or_else: Callable[[], bool]) -> None:
         """Wait until a message's header is here, or something else is true; for however long.

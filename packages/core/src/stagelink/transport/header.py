@@ -197,10 +197,10 @@ class Header(NamedTuple):
         except KeyError as error:
             raise ProtocolError(f"damaged header: no kind or direction {error}") from None
         flags, session, edge, microbatch, sequence, link, dtype_code = fields[4:11]
-        header = cls(
+        header = tuple.__new__(cls, (
             known_kind, known_direction, flags, session, edge, microbatch, sequence, link,
             dtype_code, fields[12], note_bytes, fields[15], fields[16 : 16 + dims], fields[24],
-        )  # fmt: skip
+        ))  # fmt: skip
         if flags & ~_FLAGS:
             raise ProtocolError(f"damaged header: flags {flags:#x}, known are {_FLAGS:#x}")
         if header.fds and known_kind not in _WITH_FDS:
@@ -215,15 +215,16 @@ class Header(NamedTuple):
                 f"{self.kind.name} with dtype code {self.dtype_code} and a payload of "
                 f"{self.payload_bytes} bytes takes neither"
             )
-        limit = MAX_INLINE_BYTES if self.inline else MAX_PAYLOAD_BYTES
+        limit = MAX_INLINE_BYTES if self.flags & Flag.INLINE else MAX_PAYLOAD_BYTES
         if self.payload_bytes > limit:
             where = "an inline payload" if self.inline else "a payload"
             raise ProtocolError(f"{where} of {self.payload_bytes} bytes; at most {limit} may come")
         if not self.dtype_code:
             return
-        needed = prod(self.shape) * self.dtype.itemsize
+        dtype = DTYPE_BY_CODE.get(self.dtype_code) or self.dtype  # which says what is wrong
+        needed = prod(self.shape) * dtype.itemsize
         if min(self.shape, default=0) < 0 or needed != self.payload_bytes:
             raise ProtocolError(
-                f"shape {self.shape} of {self.dtype.name} takes {needed} bytes, "
+                f"shape {self.shape} of {dtype.name} takes {needed} bytes, "
                 f"the header announces {self.payload_bytes}"
             )
