@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from stagelink.testing.conformance import TransportConformance
-from stagelink.transport import contract, hooks
+from stagelink.transport import blocking, contract, hooks
 
 PAGE = Path(__file__).with_name("writing-a-transport.md")
 CLASSES = (
     contract.Transport,
     contract.Sender,
     contract.Receiver,
-    contract.Pending,
-    contract.Ready,
-    contract.Port,
+    contract.Done,
     contract.Announce,
+    contract.Port,
+    blocking.Finisher,
     contract.Message,
     contract.Link,
     contract.Place,

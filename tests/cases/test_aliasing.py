@@ -177,12 +177,7 @@ def _closed_while_blocked(comm: stagelink.Handler) -> str:
     assert flood.wait_blocked() == 1 + 4
     comm.reduce([0.0])
     began = time.monotonic()
-    if comm.plan.transports.get("loopback", {}).get("rendezvous"):
-        # Nobody takes what is not asked for, and there is no other copy of it.
-        with pytest.raises(stagelink.DeadlineError, match="not delivered within 1 s: 4 on 0→1"):
-            comm.close()
-    else:
-        comm.close()
+    comm.close()
     flood.join()
     assert time.monotonic() - began < 5
     return str(flood.error)

@@ -108,7 +108,6 @@ class OnlyFloat32(Loopback):
         same_process=True,
         in_flight=4,
         copies_on_begin=True,
-        caller_thread=True,
         dtypes=frozenset({"float32"}),
     )
 

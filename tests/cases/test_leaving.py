@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 
 import stagelink
 from stagelink.schedule import UNTIL_END
-from stagelink.transport.contract import Pending, Receiver, Sender
+from stagelink.transport.contract import Receiver, Sender
 from stagelink.transport.loopback import Loopback
 from tests.support.pipelines import LOOPBACK, Ranks, check_same, document, tensor
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from stagelink.deadline import Deadline
     from stagelink.testing import RankPool
-    from stagelink.transport.contract import Announce, Link, Message, Port
+    from stagelink.transport.contract import Announce, Done, Link, Message, Port
     from stagelink.transport.header import Header
 
 WINDOW = 2
@@ -142,8 +141,6 @@ def _nobody_reads(comm: stagelink.Handler) -> None:
 
 def test_a_close_tells_of_what_waits_for_who_does_not_read(ranks: Ranks) -> None:
     plan = ranks.plan(window=WINDOW)
-    if ranks.wire.options.get("rendezvous"):
-        pytest.skip("what is not read is not through there, and counts as well")
     ranks.run(plan, _nobody_reads)
 
 
@@ -166,7 +163,7 @@ class Blind(Loopback):
     """Its sends wait for nothing but their abort; and nothing is ever received."""
 
     name = "blind"
-    capabilities = replace(Loopback.capabilities, caller_thread=False, in_flight=2)
+    capabilities = replace(Loopback.capabilities, in_flight=2)
     raises = True
 
     def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
@@ -177,7 +174,7 @@ class Blind(Loopback):
 
 
 class Quiet(Blind):
-    """An abort may make its finish return as well as raise."""
+    """An abort may make it say that it is done as well as that it has failed."""
 
     name = "quiet"
     raises = False
@@ -186,39 +183,31 @@ class Quiet(Blind):
 class BlindSender(Sender):
     def __init__(self, *, raises: bool) -> None:
         self.raises = raises
-        self.aborted = threading.Event()
+        self.begun: list[Done] = []
 
-    def begin(self, message: Message, announce: Announce) -> Pending:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         announce()
-        return Waiting(self.aborted, raises=self.raises)
+        self.begun.append(done)
+        return True
 
     def abort(self, cause: BaseException) -> None:
-        self.aborted.set()
+        for done in self.begun:
+            if self.raises:
+                done.failed(ConnectionAbortedError("given up"))
+            else:
+                done()
 
 
 class BlindReceiver(Receiver):
-    def __init__(self) -> None:
-        self.aborted = threading.Event()
-
     def begin(
-        self, header: Header, note: bytes, fds: Sequence[int], accept: Callable[[], torch.Tensor]
-    ) -> Pending:
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+        done: Done,
+    ) -> None:
         accept()
-        return Waiting(self.aborted, raises=True)
-
-    def abort(self, cause: BaseException) -> None:
-        self.aborted.set()
-
-
-class Waiting(Pending):
-    def __init__(self, event: threading.Event, *, raises: bool) -> None:
-        self.event = event
-        self.raises = raises
-
-    def finish(self, deadline: Deadline) -> None:
-        self.event.wait()
-        if self.raises:
-            raise ConnectionAbortedError("given up")
 
 
 def _closes_early(comm: stagelink.Handler) -> str:

@@ -1,4 +1,4 @@
-"""The example transport with a fault in it, once for each fault; for `test_planted_faults`."""
+"""A transport that can only block, with a fault, once for each; for `test_planted_faults`."""
 
 from __future__ import annotations
 
@@ -9,144 +9,118 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from examples.third_party_transport.src.stagelink_plaintcp import (
-    PlainTcp,
-    TcpReceiver,
-    TcpSender,
-)
 
-from stagelink.deadline import Deadline
-from stagelink.transport.contract import Pending
+from tests.conformance.blocking_tcp import BlockingTcp, Receiver, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stagelink.transport.contract import Announce, Link, Message, Port, Receiver, Sender
+    from stagelink.deadline import Deadline
+    from stagelink.transport.contract import Announce, Done, Link, Message, Port
     from stagelink.transport.header import Header
 
 MOST = 65_536
 
 
-class Broken(PlainTcp):
-    """The example with other ends."""
-
-    sender: type[TcpSender] = TcpSender
-    receiver: type[TcpReceiver] = TcpReceiver
-
-    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
-        return self.sender(port)
-
-    def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
-        return self.receiver(port, self.options.host)
-
-
-class Counting(TcpSender):
+class Counting(Sender):
     """Knows the number of each message."""
 
     def __init__(self, port: Port) -> None:
         super().__init__(port)
         self.number = -1
 
-    def send(self, payload: torch.Tensor, deadline: Deadline) -> None:
+    def send(self, payload: torch.Tensor) -> None:
         self.number += 1
-        self.send_numbered(payload, deadline)
+        self.send_numbered(payload)
 
-    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
-        super().send(payload, deadline)
+    def send_numbered(self, payload: torch.Tensor) -> None:
+        super().send(payload)
 
 
 class DroppingSender(Counting):
-    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
+    def send_numbered(self, payload: torch.Tensor) -> None:
         if self.number != 3:
-            super().send_numbered(payload, deadline)
+            super().send_numbered(payload)
 
 
-class DropsOne(Broken):
+class DropsOne(BlockingTcp):
     name = "drops-one"
     sender = DroppingSender
 
 
 class SwappingSender(Counting):
-    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
+    def send_numbered(self, payload: torch.Tensor) -> None:
         if self.number == 3:
             self.kept = payload.clone()
             return
-        super().send_numbered(payload, deadline)
+        super().send_numbered(payload)
         if self.number == 4:
-            super().send_numbered(self.kept, deadline)
+            super().send_numbered(self.kept)
 
 
-class SwapsTwo(Broken):
+class SwapsTwo(BlockingTcp):
     name = "swaps-two"
     sender = SwappingSender
 
 
-class Changed(Pending):
-    """A receive whose result goes through another's hands."""
+class Changed:
+    """A receive's `Done` that is told of another payload."""
 
-    def __init__(self, inner: Pending, change: Callable[[], torch.Tensor]) -> None:
-        self.inner = inner
+    def __init__(self, done: Done, change: Callable[[], torch.Tensor]) -> None:
+        self.failed = done.failed
+        self.done = done
         self.change = change
 
-    def finish(self, deadline: Deadline) -> torch.Tensor:
-        self.inner.finish(deadline)
-        return self.change()
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        self.done(self.change())
 
 
-class ReusingReceiver(TcpReceiver):
+class ReusingReceiver(Receiver):
     def begin(
         self,
         header: Header,
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
+        done: Done,
+    ) -> None:
         if not hasattr(self, "own"):
             self.own = torch.empty(32 * 1024 * 1024, dtype=torch.uint8)
         mine = self.own[: header.payload_bytes]
-        return Changed(super().begin(header, note, fds, lambda: mine), lambda: mine)
+        super().begin(header, note, fds, lambda: mine, Changed(done, lambda: mine))
 
 
-class ReusesABuffer(Broken):
+class ReusesABuffer(BlockingTcp):
     name = "reuses-a-buffer"
     receiver = ReusingReceiver
 
 
-class PatientReceiver(TcpReceiver):
-    def receive(self, view: memoryview, deadline: Deadline) -> None:
-        super().receive(view, Deadline(float("inf")))
-
-
-class IgnoresTheDeadline(Broken):
-    name = "ignores-the-deadline"
-    receiver = PatientReceiver
-
-
-class ForgivingReceiver(TcpReceiver):
-    def receive(self, view: memoryview, deadline: Deadline) -> None:
+class ForgivingReceiver(Receiver):
+    def receive(self, view: memoryview) -> None:
         with suppress(ConnectionError):
-            super().receive(view, deadline)
+            super().receive(view)
 
 
-class SwallowsADeath(Broken):
+class SwallowsADeath(BlockingTcp):
     name = "swallows-a-death"
     receiver = ForgivingReceiver
 
 
-class WideningReceiver(TcpReceiver):
+class WideningReceiver(Receiver):
     def begin(
         self,
         header: Header,
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
+        done: Done,
+    ) -> None:
         buffer = accept()
-        inner = super().begin(header, note, fds, lambda: buffer)
-        return Changed(inner, lambda: buffer.to(torch.float32))
+        changed = Changed(done, lambda: buffer.to(torch.float32))
+        super().begin(header, note, fds, lambda: buffer, changed)
 
 
-class ChangesTheDtype(Broken):
+class ChangesTheDtype(BlockingTcp):
     name = "changes-the-dtype"
     receiver = WideningReceiver
 
@@ -156,8 +130,8 @@ class LosingSender(Counting):
         super().__init__(port)
         self.aborted = threading.Event()
 
-    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
-        super().send_numbered(payload, deadline)
+    def send_numbered(self, payload: torch.Tensor) -> None:
+        super().send_numbered(payload)
         if self.number == 5:
             self.aborted.wait()
 
@@ -166,95 +140,95 @@ class LosingSender(Counting):
         self.aborted.set()
 
 
-class LosesAHandle(Broken):
+class LosesAHandle(BlockingTcp):
     name = "loses-a-handle"
     sender = LosingSender
 
 
-class StayingSender(TcpSender):
+class StayingSender(Sender):
     def close(self, deadline: Deadline) -> None:
         super().close(deadline)
         threading.Event().wait()
 
 
-class BlocksInClose(Broken):
+class BlocksInClose(BlockingTcp):
     name = "blocks-in-close"
     sender = StayingSender
 
 
-class ThreadedSender(TcpSender):
+class ThreadedSender(Sender):
     def __init__(self, port: Port) -> None:
         super().__init__(port)
         threading.Thread(target=threading.Event().wait, name="leaked", daemon=True).start()
 
 
-class LeaksAThread(Broken):
+class LeaksAThread(BlockingTcp):
     name = "leaks-a-thread"
     sender = ThreadedSender
 
 
-class ShortSender(TcpSender):
-    def send(self, payload: torch.Tensor, deadline: Deadline) -> None:
-        super().send(payload[:MOST], deadline)
+class ShortSender(Sender):
+    def send(self, payload: torch.Tensor) -> None:
+        super().send(payload[:MOST])
 
 
-class ShortReceiver(TcpReceiver):
-    def receive(self, view: memoryview, deadline: Deadline) -> None:
-        super().receive(view[:MOST], deadline)
+class ShortReceiver(Receiver):
+    def receive(self, view: memoryview) -> None:
+        super().receive(view[:MOST])
 
 
-class Truncates(Broken):
+class Truncates(BlockingTcp):
     name = "truncates"
     sender = ShortSender
     receiver = ShortReceiver
 
 
-class SilentSender(TcpSender):
+class SilentSender(Sender):
     def abort(self, cause: BaseException) -> None:
         pass
 
 
-class DeathIsAnEnd(Broken):
+class DeathIsAnEnd(BlockingTcp):
     name = "death-is-an-end"
     sender = SilentSender
     receiver = ForgivingReceiver
 
 
-class LitteringSender(TcpSender):
+class LitteringSender(Sender):
     def __init__(self, port: Port) -> None:
         super().__init__(port)
         descriptor, _ = tempfile.mkstemp(prefix="litter")
         os.close(descriptor)
 
 
-class LeavesAFile(Broken):
+class LeavesAFile(BlockingTcp):
     name = "leaves-a-file"
     sender = LitteringSender
 
 
-class DeafReceiver(TcpReceiver):
+class DeafReceiver(Receiver):
     def abort(self, cause: BaseException) -> None:
         pass
 
 
-class IgnoresAbort(Broken):
+class IgnoresAbort(BlockingTcp):
     name = "ignores-abort"
     receiver = DeafReceiver
 
 
-class OneThreadSender(TcpSender):
+class OneThreadSender(Sender):
     def __init__(self, port: Port) -> None:
         super().__init__(port)
         self.thread: int | None = None
 
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         self.thread = self.thread or threading.get_ident()
         if self.thread != threading.get_ident():
             raise RuntimeError("another thread")
-        return super().begin(message, announce)
+        return super().begin(message, announce, done)
 
 
-class BeginsOnOneThread(Broken):
+class BeginsOnOneThread(BlockingTcp):
     name = "begins-on-one-thread"
     sender = OneThreadSender
 
@@ -264,22 +238,22 @@ class StallingSender(Counting):
         super().__init__(port)
         self.aborted = threading.Event()
 
-    def send_numbered(self, payload: torch.Tensor, deadline: Deadline) -> None:
+    def send_numbered(self, payload: torch.Tensor) -> None:
         if self.number == 5:
             self.aborted.wait()
-        super().send_numbered(payload, deadline)
+        super().send_numbered(payload)
 
     def abort(self, cause: BaseException) -> None:
         super().abort(cause)
         self.aborted.set()
 
 
-class StallsAtTheSixth(Broken):
+class StallsAtTheSixth(BlockingTcp):
     name = "stalls-at-the-sixth"
     sender = StallingSender
 
 
-class HalfDuplex(Broken):
+class HalfDuplex(BlockingTcp):
     """Receives nothing while it has something to send."""
 
     name = "half-duplex"
@@ -295,7 +269,7 @@ class HalfDuplex(Broken):
         return HalfDuplexReceiver(self, port)
 
 
-class HalfDuplexSender(TcpSender):
+class HalfDuplexSender(Sender):
     def __init__(self, transport: HalfDuplex, port: Port) -> None:
         super().__init__(port)
         self.transport = transport
@@ -303,10 +277,10 @@ class HalfDuplexSender(TcpSender):
         self.receipts = 0
         self.sent = 0
 
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
-        pending = super().begin(message, announce)
-        self.transport.sending += pending is not None
-        return pending
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        taken = super().begin(message, announce, done)
+        self.transport.sending += taken
+        return taken
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         if note:
@@ -315,35 +289,32 @@ class HalfDuplexSender(TcpSender):
             self.receipts += 1
             self.port.wake()
 
-    def send(self, payload: torch.Tensor, deadline: Deadline) -> None:
-        super().send(payload, deadline)
+    def send(self, payload: torch.Tensor) -> None:
+        super().send(payload)
         self.sent += 1
-        self.port.wait(lambda: self.receipts >= self.sent, deadline)
+        self.port.wait(lambda: self.receipts >= self.sent)
         self.transport.sending -= 1
         self.port.wake()
 
 
-class HalfDuplexReceiver(TcpReceiver):
+class HalfDuplexReceiver(Receiver):
     def __init__(self, transport: HalfDuplex, port: Port) -> None:
-        super().__init__(port, transport.options.host)
+        super().__init__(port)
         self.transport = transport
         self.port = port
 
-    def receive(self, view: memoryview, deadline: Deadline) -> None:
-        self.port.wait(lambda: not self.transport.sending, deadline)
-        super().receive(view, deadline)
+    def receive(self, view: memoryview) -> None:
+        self.port.wait(lambda: not self.transport.sending)
+        super().receive(view)
         self.port.note(b"")
 
 
-class HastyReceiver(TcpReceiver):
-    def receive(self, view: memoryview, deadline: Deadline) -> None:
-        try:
-            super().receive(view, Deadline(0.0))
-        except TimeoutError:
-            self.close(deadline)
-            raise
+class HastyReceiver(Receiver):
+    def receive(self, view: memoryview) -> None:
+        self._socket.settimeout(0.001)
+        super().receive(view)
 
 
-class WaitsForNobody(Broken):
+class WaitsForNobody(BlockingTcp):
     name = "waits-for-nobody"
     receiver = HastyReceiver

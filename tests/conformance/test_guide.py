@@ -15,20 +15,22 @@ from stagelink.plugins.problems import transport_problems
 from stagelink.testing import drivers, run_threads
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import API_VERSION
+from tests.support import rail
 from tests.support.docs import blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from stagelink.testing import RankPool
+    from stagelink.testing import LeakCheck, RankPool
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "writing-a-transport.md").read_text()
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_transport"
 
 
-TRANSPORT = [block for block in blocks(PAGE, "python") if "testing" not in block]
+TRANSPORT = [block for block in blocks(PAGE, "python") if not re.search("testing|rail", block)]
+(RAIL,) = [block for block in blocks(PAGE, "python") if "rail" in block]
 (CONFORMANCE,) = [block for block in blocks(PAGE, "python") if "testing.conformance" in block]
 (OWN_TESTS,) = [block for block in blocks(PAGE, "python") if "testing.faults" in block]
 
@@ -39,13 +41,15 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Modu
     folder = tmp_path_factory.mktemp("guide")
     sources = {
         "stagelink_spool": "".join(TRANSPORT),
+        "stagelink_rail": RAIL,
         "guide_conformance": CONFORMANCE,
         "guide_tests": OWN_TESTS,
     }
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)
+    sys.modules["rail"] = rail
     yield {name: _import(name, folder / f"{name}.py") for name in sources}
-    for name in sources:
+    for name in ("rail", *sources):
         del sys.modules[name]
 
 
@@ -61,25 +65,29 @@ def _import(name: str, file: Path) -> ModuleType:
 
 @pytest.fixture
 def spool(modules: dict[str, ModuleType], tmp_path: Path) -> Subject:
-    cls = modules["stagelink_spool"].stagelink_register_transport()
+    return _subject(modules["stagelink_spool"], {"folder": str(tmp_path)})
+
+
+def _subject(module: ModuleType, options: dict[str, Any]) -> Subject:
+    cls = module.stagelink_register_transport()
     assert transport_problems(cls) == []
-    return Subject(cls.name, (cls,), {"folder": str(tmp_path)})
+    return Subject(cls.name, (cls,), options)
 
 
 def test_all_of_the_code_is_run_here() -> None:
-    assert len(blocks(PAGE, "python")) == len(TRANSPORT) + 2
+    assert len(blocks(PAGE, "python")) == len(TRANSPORT) + 3
     assert len(TRANSPORT) == 4
 
 
-@pytest.mark.parametrize(
-    ("driver", "args"),
-    [
-        (drivers.sends_values, ()),
-        (drivers.keeps_sizes, ((1, 0, 4_000_000, 64),)),
-        (drivers.holds_what_it_received, (300_000,)),
-        (drivers.unread_at_close, ()),
-    ],
-)
+USES = [
+    (drivers.sends_values, ()),
+    (drivers.keeps_sizes, ((1, 0, 4_000_000, 64),)),
+    (drivers.holds_what_it_received, (300_000,)),
+    (drivers.unread_at_close, ()),
+]
+
+
+@pytest.mark.parametrize(("driver", "args"), USES)
 def test_its_transport_works_and_leaves_no_file(
     spool: Subject, tmp_path: Path, driver: Any, args: tuple[Any, ...]
 ) -> None:
@@ -87,24 +95,30 @@ def test_its_transport_works_and_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_its_transport_works_between_processes(
-    spool: Subject, rank_pool: RankPool, tmp_path: Path
+@pytest.mark.parametrize(("driver", "args"), USES)
+def test_its_transport_with_a_descriptor_works_and_leaves_nothing(
+    modules: dict[str, ModuleType], leak_check: LeakCheck, driver: Any, args: tuple[Any, ...]
 ) -> None:
-    # Classes are pickled by name; a rank process finds the module by this.
-    folder = Path(str(sys.modules["stagelink_spool"].__file__)).parent
-    sys.path.append(str(folder))
-    try:
-        rank_pool.run(_unpack_and_echo, 2, str(folder), dict(spool.options))
-    finally:
-        sys.path.remove(str(folder))
+    run_threads(driver, 2, _subject(modules["stagelink_rail"], {}), *args)
+
+
+@pytest.mark.parametrize("name", ["spool", "rail"])
+def test_its_transports_work_between_processes(
+    name: str, modules: dict[str, ModuleType], spool: Subject, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    folder = str(Path(str(modules["stagelink_spool"].__file__)).parent)
+    rank_pool.run(
+        _unpack_and_echo, 2, folder, name, dict(spool.options) if name == "spool" else {}
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def _unpack_and_echo(
-    rank: int, world_size: int, store: Any, folder: str, options: dict[str, Any]
+    rank: int, world_size: int, store: Any, folder: str, name: str, options: dict[str, Any]
 ) -> None:
-    module = _import("stagelink_spool", Path(folder, "stagelink_spool.py"))
-    subject = Subject("spool", (module.Spool,), options)
+    sys.modules["rail"] = rail
+    module = _import(f"stagelink_{name}", Path(folder, f"stagelink_{name}.py"))
+    subject = _subject(module, options)
     drivers.sends_both_ways_at_once(rank, world_size, store, subject, 400_000)
 
 

@@ -44,10 +44,6 @@ FOUND_BY = {
         "message 0 was overwritten while the user held it",
         {"size_bytes": 300_000},
     ),
-    "IgnoresTheDeadline": Found(
-        "test_a_receive_keeps_its_deadline",
-        "the finish of a receive ignores its deadline",
-    ),
     "SwallowsADeath": Found(
         "test_a_peer_that_breaks_off_is_no_end_of_a_message",
         "a receive returns as if the message had arrived, although the other end has broken off",

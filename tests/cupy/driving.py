@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore
 
 from stagelink.testing.drivers import Subject
 from stagelink_cupy.notes import Piece
-from stagelink_cupy.passing import Passing, Way
+from stagelink_cupy.passing import End, Passing
 from stagelink_cupy.receiver import CupyReceiver
 from stagelink_cupy.region import SLOTS, Region
 from stagelink_cupy.sender import CupySender
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink import Handler
-    from stagelink.transport.contract import Announce, Message, Pending
+    from stagelink.transport.contract import Announce, Done, Message
     from tests.cupy.double import CudaDouble
 
 LITTLE = 2 * 1024 * 1024
@@ -98,14 +98,15 @@ def _do_not_wait(patch: pytest.MonkeyPatch) -> None:
 def _copy_when_told(patch: pytest.MonkeyPatch) -> None:
     """Have no copy queued long before the receiver is told of it; all rules are kept."""
 
-    def begin(self: CupySender, message: Message, announce: Announce) -> Pending:
+    def begin(self: CupySender, message: Message, announce: Announce, done: Done) -> bool:
         announce()
-        return Passing(self, message.payload)
+        self._finisher.submit(Passing(self, message.payload).finish, done)
+        return True
 
     patch.setattr(CupySender, "begin", begin)
 
 
-def _tell_before_record(patch: pytest.MonkeyPatch, end: type[Way]) -> None:
+def _tell_before_record(patch: pytest.MonkeyPatch, end: type[End]) -> None:
     copy, tell = Region.copy, end.tell
 
     def without_record(self: Region, *args: int) -> None:
@@ -113,7 +114,7 @@ def _tell_before_record(patch: pytest.MonkeyPatch, end: type[Way]) -> None:
         copy(self, *args)
         self._events = events
 
-    def early(self: Way, piece: Piece) -> None:
+    def early(self: End, piece: Piece) -> None:
         tell(self, piece)
         region = self.region
         region._rt.streamSynchronize(region._stream)  # a process may be held up anywhere

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
 from stagelink.deadline import Deadline
-from stagelink.errors import StagelinkError
+from stagelink.errors import ClosedError, StagelinkError
 from stagelink.testing import LeakCheck, run_threads
-from stagelink.transport.contract import FINISHED, Link, Message, Pending
+from stagelink.transport.contract import Link, Message
 from stagelink.transport.header import Header, MessageKind
 from stagelink_cupy.holding import Holding
 from stagelink_cupy.notes import Piece, going_home
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.testing import RankPool
+    from stagelink.transport.blocking import Finisher
     from stagelink.transport.contract import Port
 
 LINK = Link(0, 1, "cupy", "cpu")
@@ -49,6 +52,7 @@ class Alone:
         fds: what was sent along.
         failure: what was reported.
         while_waiting: called again and again in a wait.
+        closed: whether nobody waits any more.
     """
 
     link = LINK
@@ -60,6 +64,7 @@ class Alone:
         self.fds: list[int] = []
         self.failure: BaseException | None = None
         self.while_waiting: Callable[[], None] = lambda: None
+        self.closed = False
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         self.notes.append(note)
@@ -71,20 +76,56 @@ class Alone:
     def wake(self) -> None:
         """Nobody waits in another thread."""
 
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+    def wait(self, ready: Callable[[], bool], deadline: Deadline | None = None) -> bool:
         while not ready():
-            if deadline.passed:
+            if deadline is not None and deadline.passed:
                 return False
             self.while_waiting()
-            time.sleep(0)
+            self.pause(0)
         return True
 
     def pause(self, seconds: float) -> None:
+        if self.closed:
+            raise ClosedError("the test is over")
         time.sleep(seconds)
 
     @property
     def pieces(self) -> list[Piece]:
         return [Piece.unpack(note) for note in self.notes]
+
+
+class Told:
+    """What a message's `stagelink.transport.contract.Done` is told."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._error: BaseException | None = None
+
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        assert payload is None
+        self._event.set()
+
+    def failed(self, error: BaseException) -> None:
+        self._error = error
+        self._event.set()
+
+    def within(self, seconds: float) -> bool:
+        """Whether the message is done by then; raises what it has failed with."""
+        told = self._event.wait(seconds)
+        if self._error is not None:
+            raise self._error
+        return told
+
+
+@contextmanager
+def held(finisher: Finisher) -> Iterator[None]:
+    """Have nothing waited for as long as the block takes."""
+    jobs: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finisher, "submit", lambda *job: jobs.append(job))
+        yield
+    for job in jobs:
+        finisher.submit(*job)
 
 
 @pytest.fixture
@@ -115,20 +156,26 @@ def region(rt: CudaDouble, port: Alone, device_ordered: bool) -> Region:
 
 
 @pytest.fixture
-def sender(port: Alone, region: Region) -> CupySender:
-    return CupySender(cast("Port", port), Holding(cast("Port", port), region))
+def sender(port: Alone, region: Region) -> Iterator[CupySender]:
+    sender = CupySender(cast("Port", port), Holding(cast("Port", port), region))
+    yield sender
+    port.closed = True
+    sender._finisher.close(Deadline(SOON_S))
 
 
 @pytest.fixture
-def receiver(port: Alone, region: Region) -> CupyReceiver:
-    return CupyReceiver(cast("Port", port), Holding(cast("Port", port), region))
+def receiver(port: Alone, region: Region) -> Iterator[CupyReceiver]:
+    receiver = CupyReceiver(cast("Port", port), Holding(cast("Port", port), region))
+    yield receiver
+    port.closed = True
+    receiver._finisher.close(Deadline(SOON_S))
 
 
 def filled(size: int, number: int) -> torch.Tensor:
     return torch.full((size,), number, dtype=torch.uint8)
 
 
-def begin(sender: CupySender, payload: torch.Tensor) -> Pending:
+def begin(sender: CupySender, payload: torch.Tensor) -> Told:
     announced: list[bytes] = []
     header = Header(MessageKind.DATA, payload_bytes=payload.numel())
 
@@ -137,9 +184,10 @@ def begin(sender: CupySender, payload: torch.Tensor) -> Pending:
         announced.append(note)
 
     before = len(sender_notes(sender))
-    pending = sender.begin(Message(header, payload), announce)
+    told = Told()
+    assert sender.begin(Message(header, payload), announce, told)
     assert announced == [b""]
-    return pending
+    return told
 
 
 def sender_notes(sender: CupySender) -> list[bytes]:
@@ -156,16 +204,17 @@ def look(region: Region, slot: int, size: int) -> torch.Tensor:
 
 
 def test_a_message_in_one_slot(sender: CupySender, region: Region, port: Alone) -> None:
-    pending = begin(sender, filled(1000, 7))
-    assert port.notes == []
-    pending.finish(Deadline(SOON_S))
+    with held(sender._finisher):
+        told = begin(sender, filled(1000, 7))
+        assert port.notes == []
+    assert told.within(SOON_S)
     (piece,) = port.pieces
     assert piece.size_bytes == 1000
     assert torch.equal(look(region, piece.slot, 1000), filled(1000, 7))
 
 
 def test_an_empty_one_takes_no_slot(sender: CupySender, port: Alone) -> None:
-    assert begin(sender, filled(0, 0)) is FINISHED
+    assert begin(sender, filled(0, 0)).within(SOON_S)
     assert port.notes == []
 
 
@@ -173,9 +222,8 @@ def test_what_is_told_before_it_is_copied(
     rt: CudaDouble, sender: CupySender, port: Alone, device_ordered: bool
 ) -> None:
     rt.pause()
-    pending = begin(sender, filled(2 * SLOT_BYTES, 7))
-    with pytest.raises(TimeoutError, match="the device did not finish"):
-        pending.finish(Deadline(AT_ONCE_S))  # in no case is it done
+    told = begin(sender, filled(2 * SLOT_BYTES, 7))
+    assert not told.within(AT_ONCE_S)  # in no case is it done
     assert len(port.notes) == (2 if device_ordered else 0)
     rt.resume()
     rt.deviceSynchronize()  # as long as the tensors are there
@@ -193,17 +241,16 @@ def test_two_copies_at_most_are_queued_ahead(
 
     monkeypatch.setattr(rt, "memcpyAsync", count)
     rt.pause()
-    pendings = [begin(sender, filled(3 * SLOT_BYTES, 7)) for _ in range(2)]
-    assert len(copies) == 2  # one of each message, before anybody finishes
-    with pytest.raises(TimeoutError):
-        pendings[0].finish(Deadline(AT_ONCE_S))
+    with held(sender._finisher):
+        told = [begin(sender, filled(3 * SLOT_BYTES, 7)) for _ in range(2)]
+        assert len(copies) == 2  # one of each message, before anybody finishes
+    assert not told[0].within(AT_ONCE_S)
     assert len(copies) == (4 if device_ordered else 3)
     rt.resume()
     rt.deviceSynchronize()  # as long as the tensors are there
 
 
 def test_a_message_waits_for_slots(sender: CupySender, port: Alone) -> None:
-    pending = begin(sender, filled(20 * SLOT_BYTES, 7))
     homes: deque[int] = deque()
     seen = 0
 
@@ -215,15 +262,13 @@ def test_a_message_waits_for_slots(sender: CupySender, port: Alone) -> None:
             sender.on_note(going_home(homes.popleft()), ())
 
     port.while_waiting = read
-    pending.finish(Deadline(SOON_S))
+    assert begin(sender, filled(20 * SLOT_BYTES, 7)).within(SOON_S)
     assert len(port.notes) == 20
     assert {piece.slot for piece in port.pieces} <= set(range(SLOTS))
 
 
 def test_no_slot_comes_home(sender: CupySender, port: Alone) -> None:
-    pending = begin(sender, filled(LITTLE + 1, 7))
-    with pytest.raises(TimeoutError, match=r"no slot came home within 0\.05 s"):
-        pending.finish(Deadline(AT_ONCE_S))
+    assert not begin(sender, filled(LITTLE + 1, 7)).within(AT_ONCE_S)
     assert len(port.notes) == SLOTS
 
 
@@ -249,10 +294,11 @@ def put(region: Region, slot: int, payload: torch.Tensor) -> bytes:
     return Piece(slot, size).pack()
 
 
-def begin_receiving(receiver: CupyReceiver, size: int) -> tuple[Pending, torch.Tensor]:
-    buffer = filled(size, 0)
+def begin_receiving(receiver: CupyReceiver, size: int) -> tuple[Told, torch.Tensor]:
+    told, buffer = Told(), filled(size, 0)
     header = Header(MessageKind.DATA, payload_bytes=size)
-    return receiver.begin(header, b"", (), lambda: buffer), buffer
+    receiver.begin(header, b"", (), lambda: buffer, told)
+    return told, buffer
 
 
 def test_pieces_before_and_after_their_message(receiver: CupyReceiver, region: Region) -> None:
@@ -261,22 +307,22 @@ def test_pieces_before_and_after_their_message(receiver: CupyReceiver, region: R
     second, other = begin_receiving(receiver, 100)
     receiver.on_note(put(region, 0, filled(5, 2)), ())
     receiver.on_note(put(region, 1, filled(100, 3)), ())
-    first.finish(Deadline(SOON_S))
-    second.finish(Deadline(SOON_S))
+    assert first.within(SOON_S)
+    assert second.within(SOON_S)
     assert torch.equal(one, torch.cat([filled(SLOT_BYTES, 1), filled(5, 2)]))
     assert torch.equal(other, filled(100, 3))
     assert cast("Alone", receiver.port).notes == [going_home(slot) for slot in (3, 0, 1)]
-    assert begin_receiving(receiver, 0)[0] is FINISHED
+    assert begin_receiving(receiver, 0)[0].within(SOON_S)
 
 
 def test_what_is_free_before_it_is_read(
     rt: CudaDouble, receiver: CupyReceiver, region: Region, port: Alone, device_ordered: bool
 ) -> None:
-    pending, buffer = begin_receiving(receiver, 100)
-    receiver.on_note(put(region, 0, filled(100, 1)), ())
+    note = put(region, 0, filled(100, 1))
     rt.pause()
-    with pytest.raises(TimeoutError, match="the device did not finish"):
-        pending.finish(Deadline(AT_ONCE_S))  # in no case is the message there
+    told, buffer = begin_receiving(receiver, 100)
+    receiver.on_note(note, ())
+    assert not told.within(AT_ONCE_S)  # in no case is the message there
     assert len(port.notes) == (1 if device_ordered else 0)
     rt.resume()
     rt.deviceSynchronize()  # as long as the tensors are there
@@ -284,17 +330,16 @@ def test_what_is_free_before_it_is_read(
 
 
 def test_a_piece_that_does_not_come(receiver: CupyReceiver) -> None:
-    pending, _ = begin_receiving(receiver, 100)
-    with pytest.raises(TimeoutError, match=r"not all pieces came within 0\.05 s"):
-        pending.finish(Deadline(AT_ONCE_S))
+    told, _ = begin_receiving(receiver, 100)
+    assert not told.within(AT_ONCE_S)
 
 
 @pytest.mark.parametrize("piece", [Piece(SLOTS, 100), Piece(0, 99), Piece(0, 101)])
 def test_a_piece_that_does_not_fit(receiver: CupyReceiver, piece: Piece) -> None:
-    pending, _ = begin_receiving(receiver, 100)
+    told, _ = begin_receiving(receiver, 100)
     receiver.on_note(piece.pack(), ())
     with pytest.raises(ValueError, match=rf"slot {piece.slot} came with {piece.size_bytes} bytes"):
-        pending.finish(Deadline(SOON_S))
+        told.within(SOON_S)
 
 
 def test_a_damaged_note_fails_the_link(receiver: CupyReceiver, port: Alone) -> None:
@@ -304,10 +349,10 @@ def test_a_damaged_note_fails_the_link(receiver: CupyReceiver, port: Alone) -> N
 
 def test_an_error_of_the_device_is_told_by_its_name(rt: CudaDouble, sender: CupySender) -> None:
     rt.pause()
-    pending = begin(sender, filled(1000, 7))
+    told = begin(sender, filled(1000, 7))
     rt.fail(Status.cudaErrorIllegalAddress)
     with pytest.raises(rt.CUDARuntimeError, match="cudaErrorIllegalAddress: an illegal memory"):
-        pending.finish(Deadline(SOON_S))
+        told.within(SOON_S)
 
 
 # -- one end, and what the other says ------------------------------------------------------------

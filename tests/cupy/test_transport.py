@@ -43,7 +43,6 @@ def test_what_it_says_of_itself() -> None:
     assert Cupy.capabilities.devices == {"cuda"}
     assert Cupy.capabilities.same_server
     assert Cupy.capabilities.distinct_processes
-    assert not Cupy.capabilities.caller_thread
     assert not Cupy.capabilities.copies_on_begin
 
 

@@ -15,7 +15,8 @@ import torch
 import stagelink
 from stagelink.control import failure
 from stagelink.deadline import Deadline
-from stagelink.transport.contract import FINISHED, Message, Pending, Receiver, Sender
+from stagelink.transport.blocking import Finisher
+from stagelink.transport.contract import Message, Receiver, Sender
 from stagelink.transport.header import MAX_NOTE_BYTES
 from stagelink.transport.loopback import Loopback
 from tests.support.pipelines import LOOPBACK, document
@@ -23,11 +24,11 @@ from tests.support.pipelines import LOOPBACK, document
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stagelink.transport.contract import Announce, Link, Port
+    from stagelink.transport.contract import Announce, Done, Link, Port
     from stagelink.transport.header import Header
     from tests.support.pipelines import Document, Ranks
 
-    Begin = Callable[["OddSender", Message, Announce], Any]
+    Begin = Callable[["OddSender", Message, Announce, Done], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +59,10 @@ class OddSender(Sender):
         self.odd = odd
         self.asked = 0
 
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         if self.odd.begin is None:
-            return self.inner.begin(message, announce)
-        return cast("Pending | None", self.odd.begin(self, message, announce))
+            return self.inner.begin(message, announce, done)
+        return cast("bool", self.odd.begin(self, message, announce, done))
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         self.inner.on_note(note, fds)
@@ -78,34 +79,23 @@ class OddReceiver(Receiver):
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
-        pending = self.inner.begin(header, note, fds, accept)
-        return pending if self.odd.give is None else Given(pending, self.odd.give)
+        done: Done,
+    ) -> None:
+        given = done if self.odd.give is None else cast("Done", Given(done, self.odd.give))
+        self.inner.begin(header, note, fds, accept, given)
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         if self.odd.at_note is not None:
             self.odd.at_note()
 
 
-class Given(Pending):
-    def __init__(self, inner: Pending, give: Callable[[torch.Tensor], object]) -> None:
-        self.inner = inner
+class Given:
+    def __init__(self, done: Done, give: Callable[[torch.Tensor], object]) -> None:
+        self.done = done
         self.give = give
 
-    def finish(self, deadline: Deadline) -> torch.Tensor | None:
-        payload = self.inner.finish(deadline)
-        assert payload is not None
-        return cast("torch.Tensor | None", self.give(payload))
-
-
-class Done(Pending):
-    def finish(self, deadline: Deadline) -> None:
-        pass
-
-
-class Leaves(Pending):
-    def finish(self, deadline: Deadline) -> None:
-        raise SystemExit(0)
+    def __call__(self, payload: torch.Tensor) -> None:
+        self.done(cast("torch.Tensor | None", self.give(payload)))
 
 
 def _odd(**what: Any) -> type[Odd]:
@@ -132,77 +122,102 @@ def _send_one(comm: stagelink.Handler) -> None:
 # -- begin ----------------------------------------------------------------------------------------
 
 
-def _twice(sender: OddSender, message: Message, announce: Announce) -> Pending | None:
-    pending = sender.inner.begin(message, announce)
-    if pending is not None:
+def _twice(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
+    begun = sender.inner.begin(message, announce, done)
+    if begun:
         announce()
-    return pending
+    return begun
 
 
-def _never(sender: OddSender, message: Message, announce: Announce) -> Pending:
-    return FINISHED
+def _done_twice(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
+    begun = sender.inner.begin(message, announce, done)
+    if begun:
+        done()
+    return begun
 
 
-def _never_to_the_end(sender: OddSender, message: Message, announce: Announce) -> Pending:
-    return Done()
+def _never(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
+    done()
+    return True
 
 
-def _none_behind_it(sender: OddSender, message: Message, announce: Announce) -> None:
-    sender.inner.begin(message, announce)
+def _never_to_the_end(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
+    sender.port.call(done)
+    return True
 
 
-def _something(sender: OddSender, message: Message, announce: Announce) -> object:
-    return sender.inner.begin(message, announce) and True
+def _false_behind_it(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
+    sender.inner.begin(message, announce, lambda: None)  # type: ignore[arg-type]
+    return False
 
 
-def _raises(sender: OddSender, message: Message, announce: Announce) -> Pending:
+def _false_and_done(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
+    done()
+    return False
+
+
+def _something(sender: OddSender, message: Message, announce: Announce, done: Done) -> object:
+    return sender.inner.begin(message, announce, done) and "something"
+
+
+def _raises(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
     raise LookupError("nowhere to put it")
 
 
-def _long_note(sender: OddSender, message: Message, announce: Announce) -> Pending:
+def _long_note(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
     announce(bytes(MAX_NOTE_BYTES + 1))
-    return FINISHED
+    return True
 
 
-def _long_note_by_the_port(sender: OddSender, message: Message, announce: Announce) -> Pending:
+def _long_note_by_the_port(
+    sender: OddSender, message: Message, announce: Announce, done: Done
+) -> bool:
     sender.port.note(bytes(MAX_NOTE_BYTES + 1))
-    return FINISHED
+    return True
 
 
-def _text(sender: OddSender, message: Message, announce: Announce) -> Pending:
+def _text(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
     announce(cast("bytes", "a text"))
-    return FINISHED
+    return True
 
 
-def _closed_descriptor(sender: OddSender, message: Message, announce: Announce) -> Pending:
+def _closed_descriptor(
+    sender: OddSender, message: Message, announce: Announce, done: Done
+) -> bool:
     announce(b"", (1_000_000,))
-    return FINISHED
+    return True
 
 
-def _room_for_ever(sender: OddSender, message: Message, announce: Announce) -> None:
+def _room_for_ever(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
     sender.port.room()
+    return False
 
 
-def _waits(sender: OddSender, message: Message, announce: Announce) -> Pending:
+def _waits(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
     sender.port.wait(lambda: False, Deadline(60))
-    return FINISHED
+    return True
 
 
-def _says_sent(sender: OddSender, message: Message, announce: Announce) -> Pending:
-    sender.port.sent()
-    return FINISHED
+def _leaves(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
+    def leave() -> None:
+        raise SystemExit(0)
 
-
-def _leaves(sender: OddSender, message: Message, announce: Announce) -> Pending | None:
-    return sender.inner.begin(message, announce) and Leaves()
+    if not sender.inner.begin(message, announce, lambda: None):  # type: ignore[arg-type]
+        return False
+    Finisher(sender.port).submit(leave, done)
+    return True
 
 
 SENDING: dict[Begin, str] = {
     _twice: "sending on 0→1 by odd: a message is announced twice",
-    _never: "sending on 0→1 by odd: its begin returns a message as finished that it has not",
-    _never_to_the_end: "sending on 0→1 by odd: a message has finished and was not announced",
-    _none_behind_it: "0→1 by odd: its begin returns None, as if there were no room, after it has",
-    _something: "sending on 0→1 by odd: its begin returns True, where a Pending or None is due",
+    _done_twice: "sending on 0→1 by odd: a message is done twice",
+    _never: "sending on 0→1 by odd: a message is done and was not announced",
+    _never_to_the_end: "sending on 0→1 by odd: a message is done and was not announced",
+    _false_behind_it: "0→1 by odd: its begin returns False, as if there were no room, after it "
+    "has announced",
+    _false_and_done: "0→1 by odd: its begin returns False, as if there were no room, after it "
+    "has said that the message is done",
+    _something: "sending on 0→1 by odd: its begin returns 'something', where True or False is due",
     _raises: "sending on 0→1 by odd: LookupError: nowhere to put it",
     _long_note: "0→1 by odd: a note of 16777217 bytes to rank 1; it takes 16777216",
     _long_note_by_the_port: "0→1 by odd: a note of 16777217 bytes to rank 1; it takes 16777216",
@@ -210,7 +225,6 @@ SENDING: dict[Begin, str] = {
     _closed_descriptor: "0→1 by odd: descriptors (1000000,) to rank 1: OSError: [Errno 9]",
     _room_for_ever: "0→1 by odd: its begin finds no room, and says by port.room() that there is",
     _waits: "0→1 by odd: port.wait in a begin, which must not wait",
-    _says_sent: "0→1 by odd: port.sent() of a Sender without tells_sent",
     _leaves: "0→1 by odd: SystemExit: 0",
 }
 
@@ -225,52 +239,41 @@ def test_a_sender_against_its_contract(ranks: Ranks, begin: Begin) -> None:
 
 
 def _room_when_asked_again(
-    sender: OddSender, message: Message, announce: Announce
-) -> Pending | None:
+    sender: OddSender, message: Message, announce: Announce, done: Done
+) -> bool:
     sender.asked += 1
     if sender.asked % 3:
         sender.port.room()
-        return None
-    return sender.inner.begin(message, announce)
+        return False
+    return sender.inner.begin(message, announce, done)
 
 
 class Telling(Odd):
-    """Its sender says out of its own begin, or its own finish, that a message is there."""
+    """Its sender says out of its begin that the message before it is done."""
 
-    capabilities = replace(Loopback.capabilities, copies_on_begin=False)
+    capabilities = replace(Loopback.capabilities, copies_on_begin=False, in_flight=2)
 
     def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
-        return TellingSender(super().open_sender(link, port, deadline), port)
+        return TellingSender(super().open_sender(link, port, deadline))
 
 
 class TellingSender(Sender):
-    tells_sent = True
-
-    def __init__(self, inner: Sender, port: Port) -> None:
+    def __init__(self, inner: Sender) -> None:
         self.inner = inner
-        self.port = port
-        self.begun = 0
+        self.before: Done | None = None
 
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
-        if self.inner.begin(message, announce) is None:
-            return None
-        self.begun += 1
-        if self.begun > 1:  # of the second the finish of the first tells
-            self.port.sent()
-        return Told(self)
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        if not self.inner.begin(message, announce, lambda: None):  # type: ignore[arg-type]
+            return False
+        if self.before is not None:
+            self.before()
+        self.before = done
+        if message.header.microbatch == 2:
+            done()
+        return True
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         self.inner.on_note(note, fds)
-
-
-class Told(Pending):
-    def __init__(self, sender: TellingSender) -> None:
-        self.sender = sender
-
-    def finish(self, deadline: Deadline) -> None:
-        if self.sender.begun == 2:
-            self.sender.begun += 1
-            self.sender.port.sent()
 
 
 def _send_three(comm: stagelink.Handler) -> None:
@@ -295,7 +298,7 @@ def test_what_a_begin_says_of_its_own_link_is_heard_behind_it(
         assert end.seconds < 10
 
 
-# -- finish ---------------------------------------------------------------------------------------
+# -- done -----------------------------------------------------------------------------------------
 
 GIVEN: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "too small": (lambda it: it[:5], "truncates: it gives 5 bytes, a flat uint8 tensor of 12"),
@@ -327,11 +330,13 @@ def _raise() -> None:
     raise KeyError("what is that")
 
 
-def _announced_with_a_note(sender: OddSender, message: Message, announce: Announce) -> Any:
-    pending = sender.inner.begin(message, announce)
-    if pending is not None:
+def _announced_with_a_note(
+    sender: OddSender, message: Message, announce: Announce, done: Done
+) -> bool:
+    begun = sender.inner.begin(message, announce, done)
+    if begun:
         sender.port.note(b"what nobody understands")
-    return pending
+    return begun
 
 
 def _send_and_wait(comm: stagelink.Handler) -> None:

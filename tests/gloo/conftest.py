@@ -18,13 +18,16 @@ Twins = tuple[Twin, Twin]
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[[], Twins]]:
-    """Makes ranks 0 and 1, each with a transport of its own; closes what is still open."""
+def connect() -> Iterator[Callable[..., Twins]]:
+    """Makes ranks 0 and 1, each with a transport of its own; closes what is still open.
+
+    Rank 0 reads what rank 1 sends; rank 1 as well, unless it is told not to.
+    """
     opened: list[Twins] = []
 
-    def make() -> Twins:
+    def make(*, reading: bool = True) -> Twins:
         def rank(me: int, world_size: int, store: Store) -> Twin:
-            return Twin(lo(), me, 1 - me, store)
+            return Twin(lo(), me, 1 - me, store, reading=reading or me == 0)
 
         zero, one = run_threads(rank, 2)
         opened.append((zero, one))
@@ -41,5 +44,5 @@ def close(twins: Twins) -> None:
 
 
 @pytest.fixture
-def twins(connect: Callable[[], Twins]) -> Twins:
+def twins(connect: Callable[..., Twins]) -> Twins:
     return connect()

@@ -12,7 +12,6 @@ import torch
 
 from stagelink.deadline import Deadline
 from stagelink.testing import run_fresh, run_threads
-from stagelink.transport.contract import FINISHED
 from stagelink_gloo import Gloo, GlooOptions
 from tests.gloo.twin import LONG_S, Twin, exchange, fork_and_go_on, lo, pattern, send_huge
 
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.testing import RankPool
-    from stagelink.transport.contract import Pending
+    from tests.gloo.twin import Sent
 
 MIB = 1024 * 1024
 SIZES = [1, 0, 2, 3, 63, 64, 4095, 4096, 0, 65537, MIB - 1, MIB, 4 * MIB + 3, 16 * MIB, 1]
 IN_FLIGHT = 4
 
 
-def done(*pendings: Pending) -> None:
+def done(*pendings: Sent) -> None:
     for pending in pendings:
-        assert pending.finish(Deadline(LONG_S)) is None
+        pending.wait()
 
 
 def test_sizes_between_processes(rank_pool: RankPool) -> None:
@@ -49,7 +48,7 @@ def test_four_in_flight_stay_in_order_both_ways(twins: tuple[Twin, Twin]) -> Non
     sizes = [5000 * number + 1 for number in range(60)]
 
     def send(twin: Twin) -> None:
-        under_way: deque[Pending] = deque()
+        under_way: deque[Sent] = deque()
         for number, size in enumerate(sizes):
             if len(under_way) == IN_FLIGHT:
                 done(under_way.popleft())
@@ -95,26 +94,27 @@ def test_the_bytes_come_in_before_anybody_asks(twins: tuple[Twin, Twin]) -> None
     done(pending)
 
 
-def test_what_has_arrived_is_taken_after_the_deadline_too(twins: tuple[Twin, Twin]) -> None:
-    pending = twins[0].send(pattern(1))
-    first = twins[1].next()
-    second = twins[0].send(pattern(MIB))
-    incoming = twins[1].next()
-    incoming.pending.finish(Deadline(LONG_S))
-    first.pending.finish(Deadline(0))
-    done(pending, second)
+def test_a_send_is_done_only_when_it_has_been_received() -> None:
+    waited = threading.Event()
 
+    def rank(me: int, world_size: int, store: Store) -> None:
+        with Twin(lo(), me, 1 - me, store, reading=me == 0) as twin:
+            if me == 0:
+                pending = twin.send(pattern(9))
+                with pytest.raises(TimeoutError, match=r"not done within 0\.05 s"):
+                    pending.wait(0.05)
+                waited.set()
+                done(pending)
+            else:
+                assert waited.wait(LONG_S)
+                twin.read()
+                twin.next().take()
 
-def test_a_send_is_done_only_when_it_has_been_received(twins: tuple[Twin, Twin]) -> None:
-    first, second = twins[0].send(pattern(9)), twins[0].send(pattern(9))
-    twins[1].next().take()
-    done(first)
-    with pytest.raises(TimeoutError, match=r"not told within 0\.05 s"):
-        second.finish(Deadline(0.05))
+    run_threads(rank, 2)
 
 
 def test_an_empty_message_is_announced_and_done(twins: tuple[Twin, Twin]) -> None:
-    assert twins[0].send(pattern(0)) is FINISHED
+    assert twins[0].send(pattern(0)).over
     assert twins[1].next().take().numel() == 0
 
 

@@ -26,10 +26,11 @@ import torch
 from torch.distributed import PrefixStore
 
 from stagelink.deadline import Deadline
-from stagelink.transport.contract import FINISHED, Link, Message, Pending
+from stagelink.transport.contract import Link, Message
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.lanes import HostLane
 from stagelink_gloo import Gloo, GlooOptions
+from tests.support.completion import Completion
 from tests.support.listeners import listeners
 
 if TYPE_CHECKING:
@@ -87,17 +88,20 @@ class TwinPort:
         assert not fds
         self.twin.post(NOTE, note)
 
-    def sent(self) -> None:
-        self.twin.count_sent()
-
     def room(self) -> None:
         raise AssertionError("there is always room")
 
     def fail(self, error: BaseException) -> None:
         self.twin.fail(error)
 
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        return self.twin.wait(ready, deadline)
+    def watch(self, fd: int, action: Callable[[], bool], *, writable: bool = False) -> None:
+        raise AssertionError("there is no descriptor to watch")
+
+    def unwatch(self, fd: int) -> None:
+        raise AssertionError("nothing is watched")
+
+    def wait(self, ready: Callable[[], bool], deadline: Deadline | None = None) -> bool:
+        return self.twin.wait(ready, deadline or Deadline(math.inf))
 
     def pause(self, seconds: float) -> None:
         raise AssertionError("there is no device to wait for")
@@ -119,26 +123,25 @@ class TwinPort:
 class Incoming:
     """A message that the receiver has begun."""
 
-    pending: Pending
+    done: Completion
     buffer: torch.Tensor
 
-    def take(self, deadline_s: float = LONG_S) -> torch.Tensor:
-        assert self.pending.finish(Deadline(deadline_s)) is None
+    def take(self, seconds: float = LONG_S) -> torch.Tensor:
+        assert self.done.wait(seconds) is None
         return self.buffer
 
 
-class Told(Pending):
-    """A send that is finished when the transport has said that this will not block, as in core."""
+class Sent(Completion):
+    """A message that the sender has begun; as in core, a failure of the twin ends the wait."""
 
-    def __init__(self, twin: Twin, number: int, pending: Pending) -> None:
+    def __init__(self, twin: Twin) -> None:
+        super().__init__()
         self._twin = twin
-        self._number = number
-        self._pending = pending
 
-    def finish(self, deadline: Deadline) -> None:
-        if not self._twin.wait(lambda: self._twin.sent >= self._number, deadline):
-            raise TimeoutError(f"not told within {deadline.seconds:g} s")
-        self._pending.finish(deadline)
+    def wait(self, seconds: float = LONG_S) -> None:
+        if not self._twin.wait(lambda: self.over, Deadline(seconds)):
+            raise TimeoutError(f"not done within {seconds:g} s")
+        assert super().wait(0) is None
 
 
 class Twin:
@@ -172,10 +175,11 @@ class Twin:
         self.incoming: queue.Queue[Incoming] = queue.Queue()
         self._changed = threading.Condition()
         self._deaf = deaf
-        self._sends = 0
-        self.sent = 0
         self._begun = 0
+        self._under_way: list[Completion] = []
         self._writing = threading.Lock()
+        self._noting = threading.Lock()
+        self._closed = False
         self._wire = _wire(rank < peer, PrefixStore(f"wire/{pair}", store))
         deadline = Deadline(LONG_S)
         self.sender: Sender
@@ -195,23 +199,16 @@ class Twin:
         """Begin to read."""
         self._reader.start()
 
-    def send(self, payload: torch.Tensor) -> Pending:
+    def send(self, payload: torch.Tensor) -> Sent:
         """Begin to send a flat uint8 tensor."""
-        header = self._header(payload.numel())
-        pending = self.sender.begin(
-            Message(header, payload), lambda note=b"", fds=(): self.post(HEADER, header.pack())
+        header, done = self._header(payload.numel()), Sent(self)
+        assert self.sender.begin(
+            Message(header, payload),
+            lambda note=b"", fds=(): self.post(HEADER, header.pack()),
+            done,
         )
-        assert pending is not None
-        if pending is FINISHED:
-            return pending
-        self._sends += 1
-        return Told(self, self._sends, pending)
-
-    def count_sent(self) -> None:
-        """One more message may be finished; as core does, on the reading thread."""
-        with self._changed:
-            self.sent += 1
-            self._changed.notify_all()
+        self._under_way.append(done)
+        return done
 
     def only_announce(self, size_bytes: int) -> None:
         """Send a header whose payload never comes."""
@@ -250,6 +247,11 @@ class Twin:
         if self._wire.closed:
             return
         deadline = Deadline(math.inf)
+        if not all(done.over for done in self._under_way):
+            self.fail(ConnectionAbortedError("it is being closed"))
+        self._under_way.clear()
+        with self._noting:
+            self._closed = True
         self.sender.close(deadline)
         self.receiver.close(deadline)
         self.transport.close(deadline)
@@ -279,7 +281,9 @@ class Twin:
             while (frame := self._wire.recv()) is not None:
                 kind, body = frame
                 if kind == NOTE:
-                    self.sender.on_note(body, ())
+                    with self._noting:
+                        if not self._closed:
+                            self.sender.on_note(body, ())
                 else:
                     self._begin(Header.unpack(body))
                 self.wake()
@@ -289,12 +293,14 @@ class Twin:
 
     def _begin(self, header: Header) -> None:
         buffer = torch.zeros(header.payload_bytes, dtype=torch.uint8)
+        done = Completion()
         try:
-            pending = self.receiver.begin(header, b"", (), lambda: buffer)
+            self.receiver.begin(header, b"", (), lambda: buffer, done)
         except Exception as error:  # it was announced on a connection that is closed by now
             self.fail(error)
         else:
-            self.incoming.put(Incoming(pending, buffer))
+            self._under_way.append(done)
+            self.incoming.put(Incoming(done, buffer))
 
 
 def _wire(dials: bool, store: Store) -> Connection:
@@ -320,8 +326,8 @@ def exchange(rank: int, world_size: int, store: Store, sizes: list[int]) -> None
     with Twin(lo(), rank, 1 - rank, store) as twin:
         for number, size in enumerate(sizes):
             pending = twin.send(pattern(size, 2 * number + rank))
-            received = twin.next().take(math.inf)
-            pending.finish(Deadline(math.inf))
+            received = twin.next().take()
+            pending.wait()
             assert torch.equal(received, pattern(size, 2 * number + twin.peer)), size
 
 
@@ -331,7 +337,7 @@ def send_huge(rank: int, world_size: int, store: Store, size_bytes: int) -> None
         if rank == 0:
             payload = torch.ones(size_bytes, dtype=torch.uint8)
             payload[-1] = 77
-            twin.send(payload).finish(Deadline(3 * LONG_S))
+            twin.send(payload).wait(3 * LONG_S)
         else:
             received = twin.next(3 * LONG_S).take(3 * LONG_S)
             assert received[-1] == 77
@@ -346,8 +352,7 @@ class Case:
         sends: whether it is the one that sends.
         under_way: whether bytes of the payload have moved by then.
         number: what happens to the peer: SIGKILL or SIGSTOP.
-        ends: what ends the survivor's ``finish``: the peer's ``"death"``, its own ``"abort"``, or
-            the ``"deadline"`` of half a second.
+        ends: what ends the survivor's message: the peer's ``"death"``, or its own ``"abort"``.
     """
 
     sends: bool
@@ -361,8 +366,8 @@ class Loss:
     """What the survivor saw.
 
     Attributes:
-        error: type and text of what its ``finish`` raised.
-        seconds: from the strike, the abort or the call to the error.
+        error: type and text of what its message has failed with.
+        seconds: from the strike or the abort to the error.
         arrived: whether the payload was whole after all.
         left: native threads and descriptors more than before.
     """
@@ -428,12 +433,12 @@ def _be_lost(twin: Twin, store: Store, case: Case) -> None:
     del kept
 
 
-def _begin(twin: Twin, case: Case) -> tuple[Pending, torch.Tensor]:
+def _begin(twin: Twin, case: Case) -> tuple[Completion, torch.Tensor]:
     if case.sends:
         payload = torch.ones(BIG_BYTES, dtype=torch.uint8)
         return twin.send(payload), payload
     incoming = twin.next()
-    return incoming.pending, incoming.buffer
+    return incoming.done, incoming.buffer
 
 
 def _strike(store: Store, case: Case, buffer: torch.Tensor) -> None:
@@ -444,8 +449,10 @@ def _strike(store: Store, case: Case, buffer: torch.Tensor) -> None:
     os.kill(int(store.get("pid")), case.number)
 
 
-def _finish(twin: Twin, pending: Pending, store: Store, case: Case) -> tuple[BaseException, float]:
-    began = {"deadline": time.monotonic()}
+def _finish(
+    twin: Twin, pending: Completion, store: Store, case: Case
+) -> tuple[BaseException, float]:
+    began: dict[str, float] = {}
 
     def abort() -> None:
         store.wait(["struck"])
@@ -456,14 +463,14 @@ def _finish(twin: Twin, pending: Pending, store: Store, case: Case) -> tuple[Bas
     if case.ends == "abort":
         aborter.start()
     try:
-        pending.finish(Deadline(0.5 if case.ends == "deadline" else math.inf))
+        pending.wait()
     except OSError as error:
         end = time.monotonic()
         if case.ends == "abort":
             aborter.join()
         began["death"] = float(store.get("struck"))
         return error, end - began[case.ends]
-    raise AssertionError("finish returned")
+    raise AssertionError("it is done")
 
 
 def be_flooded(rank: int, world_size: int, store: Store, most: int, strangers: int) -> int:
@@ -485,7 +492,7 @@ def be_flooded(rank: int, world_size: int, store: Store, most: int, strangers: i
         store.wait(["flooded"])
         pending = twin.send(pattern(1000, rank))
         assert torch.equal(twin.next().take(), pattern(1000, twin.peer))
-        pending.finish(Deadline(LONG_S))
+        pending.wait()
         return sum(map(_connected, came))
 
 
@@ -510,7 +517,7 @@ def fork_and_go_on(rank: int, world_size: int, store: Store) -> None:
         for number in range(3):
             pending = twin.send(pattern(1000, number))
             assert torch.equal(twin.next().take(), pattern(1000, number))
-            pending.finish(Deadline(LONG_S))
+            pending.wait()
             del pending
             if rank == 0:
                 _drop_in_child(twin)

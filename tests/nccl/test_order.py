@@ -56,9 +56,10 @@ def on_a_thread_of_its_own(issuer: Issuer, task: Task) -> None:
 
 
 def _issue(issuer: Issuer, task: Task) -> None:
-    task.issue()
+    then = task.issue()
     with issuer.lock:
         issuer.slot.done(task)
+    then()
 
 
 def broken(rank: int, world_size: int, store: Store, shape: Sequence[int], how: str) -> Journal:

@@ -23,7 +23,7 @@ WHO = r"distribution 'fast-dist' 1\.0 \(entry point 'fast = fast_module'\) canno
 
 class Own(Transport):
     name = "own"
-    api_version = (1, 0)
+    api_version = (2, 0)
     capabilities = Capabilities(devices=frozenset({"cpu"}), auto_rank=1)
 
     @classmethod

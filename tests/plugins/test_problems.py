@@ -23,7 +23,7 @@ CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), auto_rank=1)
 
 class Good(Transport):
     name = "good"
-    api_version = (1, 0)
+    api_version = (2, 0)
     capabilities = CAPABILITIES
 
     @classmethod
@@ -72,7 +72,7 @@ def test_a_method_that_cannot_be_looked_into_is_accepted() -> None:
 def test_c096_what_is_missing_is_listed() -> None:
     class Half(Transport):
         name = "half"
-        api_version = (1, 0)
+        api_version = (2, 0)
         capabilities = CAPABILITIES
 
     assert sole_problem(Half).endswith("lacks 'open_receiver', 'open_sender', 'probe'")
@@ -128,8 +128,8 @@ def test_c096_all_problems_are_told_at_once() -> None:
 def test_c097_a_version_of_another_form_is_refused(version: object) -> None:
     problem = sole_problem(changed(api_version=version))
     assert f"its api_version {version!r} is not (major, minor)" in problem
-    assert "this stagelink has 1.1" in problem
-    assert "`api_version = (1, 1)`" in problem
+    assert "this stagelink has 2.0" in problem
+    assert "`api_version = (2, 0)`" in problem
 
 
 def test_c097_an_absent_version_is_refused() -> None:
@@ -138,23 +138,24 @@ def test_c097_an_absent_version_is_refused() -> None:
         capabilities = CAPABILITIES
 
     problem = sole_problem(Silent)
-    assert "states no api_version, and this stagelink has 1.1" in problem
-    assert "`api_version = (1, 1)`" in problem
+    assert "states no api_version, and this stagelink has 2.0" in problem
+    assert "`api_version = (2, 0)`" in problem
 
 
 @pytest.mark.parametrize(
     ("version", "remedy"),
     [
         ((99, 0), "install a newer stagelink"),
-        ((1, 2), "install a newer stagelink"),
+        ((2, 1), "install a newer stagelink"),
         ((0, 0), "install a newer release of the plugin"),
+        ((1, 1), "install a newer release of the plugin"),
     ],
 )
 def test_c097_another_major_or_a_newer_minor_is_refused_with_both_versions(
     version: tuple[int, int], remedy: str
 ) -> None:
     problem = sole_problem(changed(api_version=version))
-    assert f"made for api_version {version[0]}.{version[1]}, and this stagelink has 1.1" in problem
+    assert f"made for api_version {version[0]}.{version[1]}, and this stagelink has 2.0" in problem
     assert remedy in problem
 
 
@@ -162,7 +163,15 @@ def test_c097_an_older_minor_is_accepted(monkeypatch: pytest.MonkeyPatch) -> Non
     newer = (API_VERSION[0], API_VERSION[1] + 3)
     monkeypatch.setattr("stagelink.plugins.problems.API_VERSION", newer)
     assert transport_problems(Good) == []
-    assert "takes 1.0 to 1.4" in sole_problem(changed(api_version=(1, 5)))
+    assert "takes 2.0 to 2.3" in sole_problem(changed(api_version=(2, 4)))
+
+
+@pytest.mark.parametrize("version", [(1, 0), (1, 1)])
+def test_what_was_written_for_contract_1_is_told_what_to_change(version: tuple[int, int]) -> None:
+    problem = sole_problem(changed(api_version=version))
+    assert "`begin` is given `done` and returns whether it took the message" in problem
+    assert "stagelink.transport.blocking.Finisher" in problem
+    assert "'From contract 1 to 2' in docs/writing-a-transport.md" in problem
 
 
 # Name, capabilities, options

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from stagelink.deadline import Deadline
-from stagelink.transport.contract import FINISHED, Link, Message, Pending, Ready
+from stagelink.transport.contract import Link, Message
 from stagelink.transport.header import Header, MessageKind
 from stagelink_shm import Shm, ShmOptions
+from tests.support.completion import Completion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +39,6 @@ class End:
         self.failure: BaseException | None = None
         self.rooms = 0
         self.calls: deque[Callable[[], None]] = deque()
-        self.while_waiting: Callable[[], None] = lambda: None
         self._on_note = on_note
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
@@ -49,16 +49,6 @@ class End:
 
     def fail(self, error: BaseException) -> None:
         self.failure = error
-
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        while not ready():
-            if deadline.passed:
-                return False
-            self.while_waiting()
-        return True
-
-    def wake(self) -> None:
-        """Nobody waits: all is done in one thread."""
 
     def call(self, action: Callable[[], None]) -> None:
         self.calls.append(action)
@@ -82,9 +72,8 @@ class Pair:
         shm = Shm(ShmOptions(link_bytes=link_bytes))
         self.hold = False
         self.held: deque[tuple[Header, bytes, list[int]]] = deque()
-        self.begun: deque[tuple[Pending, torch.Tensor | None]] = deque()
+        self.begun: deque[tuple[Completion, torch.Tensor | None]] = deque()
         self.from_sender = End(window, self._to_receiver)
-        self.from_sender.while_waiting = self.read
         self.from_receiver = End(window, self._to_sender)
         self.sender: Sender = shm.open_sender(
             LINK, cast("Port", self.from_sender), Deadline(SOON_S)
@@ -99,7 +88,8 @@ class Pair:
     def _to_sender(self, note: bytes, fds: Sequence[int]) -> None:
         self.sender.on_note(note, fds)
 
-    def send(self, payload: torch.Tensor) -> Pending | None:
+    def send(self, payload: torch.Tensor) -> Completion | None:
+        """Begin to send; None where there is no room."""
         self.read()
         header = Header(MessageKind.DATA, payload_bytes=payload.numel())
 
@@ -108,7 +98,8 @@ class Pair:
             if not self.hold:
                 self.show()
 
-        return self.sender.begin(Message(header, payload), announce)
+        done = Completion()
+        return done if self.sender.begin(Message(header, payload), announce, done) else None
 
     def show(self) -> None:
         """Show the receiver what was held."""
@@ -122,20 +113,22 @@ class Pair:
                 accepted.append(torch.empty(size, dtype=torch.uint8))
                 return accepted[0]
 
-            pending = self.receiver.begin(header, note, fds, accept)
-            self.begun.append((pending, accepted[0] if accepted else None))
+            done = Completion()
+            self.receiver.begin(header, note, fds, accept, done)
+            self.begun.append((done, accepted[0] if accepted else None))
 
     def take(self) -> torch.Tensor:
         """The oldest message."""
-        pending, accepted = self.begun.popleft()
-        payload = pending.finish(Deadline(SOON_S))
+        done, accepted = self.begun.popleft()
+        payload = done.wait(0)
         assert (payload is None) != (accepted is None)
         return cast("torch.Tensor", accepted if payload is None else payload)
 
     def pass_on(self, payload: torch.Tensor) -> torch.Tensor:
         """Send one that fits a slot, and take it."""
-        assert self.send(payload) is FINISHED
-        assert isinstance(self.begun[-1][0], Ready)
+        done = self.send(payload)
+        assert done is not None
+        assert done.over
         return self.take()
 
     def read(self) -> None:

@@ -17,6 +17,8 @@ import stagelink
 from stagelink.schedule import Kind
 from stagelink.testing import LeakCheck, run_fresh, run_threads
 
+# from stagelink.testing.rendezvous import rendezvous
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -40,25 +42,26 @@ class Wire:
         inline_bytes: payloads up to this size do not meet it.
         options: of the transport.
         processes: whether the ranks are processes.
+        register: transports that no plugin brings; not where the ranks are processes.
     """
 
     transport: str
     inline_bytes: int = 0
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     processes: bool = False
+    register: tuple[type[Transport], ...] = ()
 
     def __str__(self) -> str:
         words = [self.transport]
-        words += ["rendezvous"] * bool(self.options.get("rendezvous"))
         words += ["inline"] * bool(self.inline_bytes)
         return "-".join(words)
 
 
 LOOPBACK = Wire("loopback")
-RENDEZVOUS = Wire("loopback", options={"rendezvous": True})
+RENDEZVOUS = Wire("loopback", inline_bytes=1)
 GLOO = Wire("gloo", options={"interface": "lo"}, processes=True)
 SHM = Wire("shm", processes=True)
-WIRES = (LOOPBACK, RENDEZVOUS, GLOO, SHM)
+WIRES = (LOOPBACK, GLOO, SHM)
 INLINE = (
     Wire("loopback", inline_bytes=8192),
     Wire("gloo", inline_bytes=8192, options={"interface": "lo"}, processes=True),
@@ -180,7 +183,7 @@ class Ranks:
         timeout_s: float = 30.0,
     ) -> list[T]:
         """Call ``case(comm, *args)`` on every rank of the plan; what each returned."""
-        call = (plan, case, args, transports)
+        call = (plan, case, args, (*self.wire.register, *transports))
         if self.wire.processes:
             size = world_size(plan)
             return self._pool.run(_enter_process, size, *call, timeout_s=timeout_s)
@@ -201,7 +204,9 @@ class Ranks:
     ) -> list[End]:
         """As `run`, for cases that end with an error: how each rank ended."""
         end = _end_process if self.wire.processes else _end
-        return self.run_bare(end, world_size(plan), plan, case, args, transports)
+        return self.run_bare(
+            end, world_size(plan), plan, case, args, (*self.wire.register, *transports)
+        )
 
 
 def start_fresh(plan: Document, case: Callable[..., T], *args: Any) -> RankProcesses[T]:

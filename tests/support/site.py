@@ -23,7 +23,7 @@ from stagelink.transport.hooks import hookimpl
 
 class Fake(Transport):
     name = {name!r}
-    api_version = (1, 0)
+    api_version = (2, 0)
     capabilities = Capabilities(devices=frozenset({{"cpu"}}), auto_rank={auto_rank})
 
     @classmethod

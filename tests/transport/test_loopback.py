@@ -1,4 +1,4 @@
-"""Loopback hands memory over within the process; with ``rendezvous`` only when it is taken."""
+"""Loopback hands memory over within the process, and at once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 import stagelink
 from stagelink.deadline import Deadline
 from stagelink.transport import loopback
-from stagelink.transport.contract import FINISHED, Link, Message, Receiver, Sender
+from stagelink.transport.contract import Link, Message, NoOptions, Receiver, Sender
 from stagelink.transport.header import Header, MessageKind
-from stagelink.transport.loopback import Loopback, LoopbackOptions
+from stagelink.transport.loopback import Loopback
+from tests.support.completion import Completion
 from tests.support.pipelines import LOOPBACK, RENDEZVOUS, Ranks, Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from stagelink.testing import RankPool
-    from stagelink.transport.contract import Pending, Port
+    from stagelink.transport.contract import Port
 
 LINK = Link(0, 1, "loopback", "cpu")
 
@@ -32,7 +33,6 @@ class Ports:
     def __init__(self) -> None:
         self.sender: Sender | None = None
         self.rooms = 0
-        self._changed = threading.Condition()
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         assert self.sender is not None
@@ -41,38 +41,32 @@ class Ports:
     def room(self) -> None:
         self.rooms += 1
 
-    def wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        with self._changed:
-            return self._changed.wait_for(ready, deadline.remaining_s)
-
 
 class Pair:
     """A sender and its receiver."""
 
-    def __init__(self, *, rendezvous: bool) -> None:
-        transport = Loopback(LoopbackOptions(rendezvous=rendezvous))
+    def __init__(self) -> None:
+        transport = Loopback(NoOptions())
         self.ports = Ports()
         port = cast("Port", self.ports)
         self.sender = self.ports.sender = transport.open_sender(LINK, port, Deadline(1))
         self.receiver: Receiver = transport.open_receiver(LINK, port, Deadline(1))
 
-    def send(self, payload: torch.Tensor) -> Pending | None:
+    def send(self, payload: torch.Tensor) -> Completion:
         header = Header(MessageKind.DATA, payload_bytes=payload.numel())
         announced: list[bytes] = []
-        pending = self.sender.begin(
-            Message(header, payload), lambda note=b"", fds=(): announced.append(note)
+        done = Completion()
+        assert self.sender.begin(
+            Message(header, payload), lambda note=b"", fds=(): announced.append(note), done
         )
         assert announced == [b""]
-        return pending
+        return done
 
     def take(self) -> torch.Tensor:
         header = Header(MessageKind.DATA)
-        pending = self.receiver.begin(header, b"", (), lambda: torch.empty(0))
-        payload = pending.finish(Deadline(1))
+        done = Completion()
+        self.receiver.begin(header, b"", (), lambda: torch.empty(0), done)
+        payload = done.wait(0)
         assert payload is not None
         return payload
 
@@ -93,40 +87,31 @@ def _nothing_stays() -> Iterator[None]:
 
 
 def test_a_send_is_done_at_once_and_its_bytes_are_copied() -> None:
-    pair = Pair(rendezvous=False)
+    pair = Pair()
     payload = torch.full((4,), 7, dtype=torch.uint8)
-    assert pair.send(payload) is FINISHED
+    assert pair.send(payload).over
     payload.fill_(9)
     assert pair.take().tolist() == [7] * 4
 
 
-def test_a_rendezvous_is_done_when_it_is_taken() -> None:
-    pair = Pair(rendezvous=True)
-    pending = pair.send(torch.ones(4, dtype=torch.uint8))
-    assert pending is not None
-    with pytest.raises(TimeoutError, match=r"did not take the message within 0\.05 s"):
-        pending.finish(Deadline(0.05))
-    taker = threading.Timer(0.05, pair.take)
-    taker.start()
-    assert pending.finish(Deadline(20)) is None
-    taker.join()
-
-
 def test_nothing_begins_before_the_receiver_is_there() -> None:
-    transport = Loopback(LoopbackOptions())
+    transport = Loopback(NoOptions())
     ports = Ports()
     port = cast("Port", ports)
     ports.sender = transport.open_sender(LINK, port, Deadline(1))
     payload = torch.ones(4, dtype=torch.uint8)
     message = Message(Header(MessageKind.DATA, payload_bytes=4), payload)
-    assert ports.sender.begin(message, lambda note=b"", fds=(): pytest.fail("announced")) is None
+    done = Completion()
+    assert not ports.sender.begin(message, lambda note=b"", fds=(): pytest.fail("announced"), done)
     transport.open_receiver(LINK, port, Deadline(1))
     assert ports.rooms == 1
-    assert ports.sender.begin(message, lambda note=b"", fds=(): None) is FINISHED
+    assert not done.over
+    assert ports.sender.begin(message, lambda note=b"", fds=(): None, done)
+    assert done.over
 
 
 def test_messages_of_two_links_are_told_apart() -> None:
-    pairs = [Pair(rendezvous=False) for _ in range(2)]
+    pairs = [Pair() for _ in range(2)]
     for k in range(3):
         for n, pair in enumerate(pairs):
             pair.send(torch.full((3,), 10 * n + k, dtype=torch.uint8))
@@ -135,7 +120,7 @@ def test_messages_of_two_links_are_told_apart() -> None:
 
 
 def test_what_was_taken_is_the_receivers_own_memory() -> None:
-    pair = Pair(rendezvous=False)
+    pair = Pair()
     payload = torch.ones(4, dtype=torch.uint8)
     pair.send(payload)
     taken = pair.take()
@@ -144,9 +129,8 @@ def test_what_was_taken_is_the_receivers_own_memory() -> None:
     assert payload.tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("rendezvous", [False, True])
-def test_after_an_abort_nothing_can_be_taken(rendezvous: bool) -> None:
-    pair = Pair(rendezvous=rendezvous)
+def test_after_an_abort_nothing_can_be_taken() -> None:
+    pair = Pair()
     pair.send(torch.ones(4, dtype=torch.uint8))
     pair.sender.abort(RuntimeError("gone"))
     with pytest.raises(ConnectionError, match="the sender has given the message up"):
@@ -154,7 +138,7 @@ def test_after_an_abort_nothing_can_be_taken(rendezvous: bool) -> None:
 
 
 def test_close_leaves_what_was_sent_to_a_slow_receiver() -> None:
-    pair = Pair(rendezvous=False)
+    pair = Pair()
     pair.send(torch.ones(4, dtype=torch.uint8))
     pair.sender.close(Deadline(1))
     assert pair.take().tolist() == [1] * 4
@@ -162,7 +146,7 @@ def test_close_leaves_what_was_sent_to_a_slow_receiver() -> None:
 
 @pytest.mark.parametrize("ends", ["close", "abort"])
 def test_a_receiver_that_ends_keeps_no_message(ends: str) -> None:
-    pair = Pair(rendezvous=False)
+    pair = Pair()
     payload = torch.ones(4, dtype=torch.uint8)
     pair.send(payload)
     if ends == "close":

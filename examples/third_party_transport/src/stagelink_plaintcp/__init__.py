@@ -1,22 +1,24 @@
-"""A transport for stagelink by plain TCP sockets: one connection for each link."""
+"""A transport for stagelink by plain TCP sockets: one connection for each link.
+
+No thread of its own: core's reader watches the sockets, and calls when one can go on.
+"""
 
 from __future__ import annotations
 
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stagelink.transport.contract import (
-    FINISHED,
     Announce,
     Capabilities,
     Deadline,
+    Done,
     Link,
     Message,
-    Pending,
     Place,
     Port,
     Receiver,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from stagelink.transport.header import Header
 
 _TOKEN_BYTES = 16
+_SHARE_BYTES = 256 * 1024
+"""Moved at a time: everybody's messages wait for the reading thread."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class PlainTcp(Transport):
     """CPU tensors between processes, on one server or on several."""
 
     name: ClassVar[str] = "plaintcp"
-    api_version: ClassVar[tuple[int, int]] = (1, 0)
+    api_version: ClassVar[tuple[int, int]] = (2, 0)
     capabilities: ClassVar[Capabilities] = Capabilities(frozenset({"cpu"}), auto_rank=5)
     Options: ClassVar[type[Any]] = PlainTcpOptions
 
@@ -63,7 +67,7 @@ class PlainTcp(Transport):
         return Verdict(True)
 
     def describe(self) -> Mapping[str, Any]:
-        """What a peer must know to judge a link."""
+        """The host, for a peer to judge a link by."""
         return {"host": self.options.host}
 
     def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
@@ -74,79 +78,134 @@ class PlainTcp(Transport):
         return Verdict(True)
 
     def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
-        """Needs no peer yet: its address comes in a note."""
-        return TcpSender(port)
+        """Listen, and tell the receiver where."""
+        return TcpSender(port, self.options.host)
 
     def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
-        """Listen, and tell the sender where."""
-        return TcpReceiver(port, self.options.host)
+        """Needs no peer yet: its address comes in a note."""
+        return TcpReceiver(port)
+
+
+class Flow:
+    """One direction of a connection: moves one buffer after the other, without ever waiting.
+
+    Args:
+        port: of the link.
+        connection: the socket.
+        sends: whether it sends.
+    """
+
+    def __init__(self, port: Port, connection: socket.socket, *, sends: bool) -> None:
+        connection.setblocking(False)
+        self._move = connection.send if sends else connection.recv_into
+        self._watch = partial(port.watch, connection.fileno(), self._ready, writable=sends)
+        self._unwatch = partial(port.unwatch, connection.fileno())
+
+    def start(
+        self,
+        buffer: memoryview,
+        then: Callable[[], object],
+        failed: Callable[[Exception], object],
+    ) -> None:
+        """Move the buffer: what goes at once here, and the rest whenever the socket is ready.
+
+        Then, or when it has failed, one of the two is called, and the next buffer may come.
+        """
+        self._left, self._then, self._failed = buffer, then, failed
+        if self._has_more():
+            self._watch()
+
+    def _ready(self) -> bool:
+        self._has_more()
+        return False  # the socket says when to call again
+
+    def _has_more(self) -> bool:
+        """Move a share; whether more is to come."""
+        try:
+            self._left = self._left[self._moved_bytes() :]
+        except OSError as error:
+            self._unwatch()
+            self._failed(error)
+            return False
+        if self._left:
+            return True
+        self._unwatch()
+        self._then()
+        return False
+
+    def _moved_bytes(self) -> int:
+        if not self._left:
+            return 0
+        try:
+            count = self._move(self._left[:_SHARE_BYTES])
+        except BlockingIOError:
+            return 0
+        if not count:
+            raise ConnectionError("the other end has closed the connection")
+        return count
 
 
 class TcpSender(Sender):
-    """Connects when the receiver's note has come."""
+    """Listens until the receiver's end has connected."""
+
+    def __init__(self, port: Port, host: str) -> None:
+        self._port = port
+        self._flow: Flow | None = None
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._listener = socket.create_server((host, 0))
+        self._listener.setblocking(False)
+        self._sockets = [self._listener]
+        port.watch(self._listener.fileno(), self._welcome)
+        port.note(self._token + "{} {}".format(*self._listener.getsockname()).encode())
+
+    def _welcome(self) -> bool:
+        try:
+            stranger = self._listener.accept()[0]
+        except BlockingIOError:
+            return False
+        self._sockets.append(stranger)
+        token = bytearray(_TOKEN_BYTES)
+        judge = partial(self._judge, stranger, token)
+        flow = Flow(self._port, stranger, sends=False)
+        flow.start(memoryview(token), judge, lambda _: stranger.close())
+        return False
+
+    def _judge(self, stranger: socket.socket, token: bytearray) -> None:
+        if secrets.compare_digest(token, self._token):
+            self._port.unwatch(self._listener.fileno())
+            self._flow = Flow(self._port, stranger, sends=True)
+            self._port.room()
+        else:
+            stranger.close()
+
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        """Send, if the receiver has connected."""
+        if self._flow is None:
+            return False
+        announce()
+        self._flow.start(message.payload.numpy().data, done, done.failed)
+        return True
+
+    def close(self, deadline: Deadline) -> None:
+        """Close the connection."""
+        for each in self._sockets:
+            each.close()
+
+
+class TcpReceiver(Receiver):
+    """Connects when the sender's note has come."""
 
     def __init__(self, port: Port) -> None:
         self._port = port
         self._socket = socket.socket()
-        self._peer: tuple[str, int, bytes] | None = None
-        self._connected = False
-        self._aborted = False
-
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
-        """There is room as soon as the receiver's address is known."""
-        if self._peer is None:
-            return None
-        announce()
-        return _Sending(self, message.payload) if message.header.payload_bytes else FINISHED
+        self._flow = Flow(port, self._socket, sends=False)
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        """Where the receiver listens, and the token that it wants to see."""
-        port, host = note[_TOKEN_BYTES:].decode().split(" ")
-        self._peer = (host, int(port), note[:_TOKEN_BYTES])
-        self._port.room()
-
-    def send(self, payload: torch.Tensor, deadline: Deadline) -> None:
-        """Send bytes; the first time connect and show the token."""
-        if self._peer is not None and not self._connected:
-            host, port, token = self._peer
-            self._socket.settimeout(_seconds(deadline))
-            self._socket.connect((host, port))
-            self._connected = True
-            self._socket.sendall(token)
-        if self._aborted:
-            raise ConnectionAbortedError("given up")
-        self._socket.settimeout(_seconds(deadline))
-        self._socket.sendall(payload.numpy().data)
-
-    def abort(self, cause: BaseException) -> None:
-        """Wake both ends."""
-        self._aborted = True
-        _shut_down(self._socket)
-
-    def close(self, deadline: Deadline) -> None:
-        """Close the connection."""
-        self._socket.close()
-
-
-@dataclass
-class _Sending(Pending):
-    sender: TcpSender
-    payload: torch.Tensor
-
-    def finish(self, deadline: Deadline) -> None:
-        self.sender.send(self.payload, deadline)
-
-
-class TcpReceiver(Receiver):
-    """Listens until the sender's end has connected."""
-
-    def __init__(self, port: Port, host: str) -> None:
-        self._listener = socket.create_server((host, 0))
-        self._socket = self._listener  # until the sender has connected
-        self._welcomed = False
-        self._aborted = False
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
-        port.note(self._token + f"{self._listener.getsockname()[1]} {host}".encode())
+        """Connect: the sender says where it listens, and which token it wants to see."""
+        host, port = note[_TOKEN_BYTES:].decode().split(" ")
+        self._socket.connect_ex((host, int(port)))  # what goes wrong comes out of the first send
+        token = memoryview(note)[:_TOKEN_BYTES]
+        Flow(self._port, self._socket, sends=True).start(token, lambda: None, self._port.fail)
 
     def begin(
         self,
@@ -154,68 +213,14 @@ class TcpReceiver(Receiver):
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
-        """Whatever there is to wait for is waited for in `finish`."""
-        return _Receiving(self, accept())
-
-    def receive(self, view: memoryview, deadline: Deadline) -> None:
-        """Fill the view with the bytes that come next."""
-        while not self._welcomed:
-            self._listener.settimeout(_seconds(deadline))
-            self._socket = self._listener.accept()[0]
-            self._welcomed = self._knows_token(self._socket, deadline)
-        _fill(self._socket, view, deadline)
-
-    def _knows_token(self, stranger: socket.socket, deadline: Deadline) -> bool:
-        token = bytearray(_TOKEN_BYTES)
-        with suppress(ConnectionError):
-            _fill(stranger, memoryview(token), deadline)
-        if self._aborted:
-            raise ConnectionAbortedError("given up")
-        if secrets.compare_digest(token, self._token):
-            return True
-        stranger.close()
-        return False
-
-    def abort(self, cause: BaseException) -> None:
-        """Wake both ends; Linux wakes who waits in ``accept`` as well."""
-        self._aborted = True
-        _shut_down(self._listener)
-        _shut_down(self._socket)
+        done: Done,
+    ) -> None:
+        """The sender has seen the token: the connection is there."""
+        self._flow.start(accept().numpy().data, done, done.failed)
 
     def close(self, deadline: Deadline) -> None:
         """Close the connection."""
-        self._listener.close()
         self._socket.close()
-
-
-@dataclass
-class _Receiving(Pending):
-    receiver: TcpReceiver
-    buffer: torch.Tensor
-
-    def finish(self, deadline: Deadline) -> None:
-        if self.buffer.numel():
-            self.receiver.receive(self.buffer.numpy().data, deadline)
-
-
-def _fill(source: socket.socket, view: memoryview, deadline: Deadline) -> None:
-    while view:
-        source.settimeout(_seconds(deadline))
-        count = source.recv_into(view)
-        if count == 0:
-            raise ConnectionError("the other end has closed the connection")
-        view = view[count:]
-
-
-def _seconds(deadline: Deadline) -> float:
-    # 0 would mean not to wait at all, and the system counts milliseconds in 32 bits.
-    return min(max(deadline.remaining_s, 0.001), 86400.0)
-
-
-def _shut_down(connection: socket.socket) -> None:
-    with suppress(OSError):  # it was not connected, or the other end was first
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 @hookimpl

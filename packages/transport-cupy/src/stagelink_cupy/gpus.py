@@ -1,4 +1,4 @@
-"""Who a GPU is on its server, and which others it has access to."""
+"""The identity of a GPU on its server, and the others that it has access to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def others_of(rt: Any, device: int) -> dict[str, bool]:
 
 
 def unreachable(mine: str, others: dict[str, bool], theirs: str) -> str | None:
-    """Why a GPU has no access to another; None where it has."""
+    """Return why a GPU has no access to another; None where it has."""
     if mine == theirs or others.get(theirs):
         return None
     if theirs in others:

@@ -1,4 +1,4 @@
-"""Who closes what when: nothing of one end is given back while the other may have it open.
+"""The order of closing: nothing of one end is given back while the other may have it open.
 
 To close it waits for the whole device, in CuPy with the interpreter's lock. After a failure
 anything may be stuck on the device, so then nothing is closed or given back: it goes with its
@@ -29,7 +29,7 @@ _LONGEST_WAIT_S = 86400.0
 
 
 class Holding:
-    """What one end of a link has of the device, until nobody uses it any more.
+    """Device memory and events of one end of a link, until nobody uses them any more.
 
     The ends tell each other that they have closed by a socket of their own: notes no longer arrive
     then, and this one also says when the other has died.
@@ -58,7 +58,7 @@ class Holding:
         self._line = socket.socket(fileno=descriptor)
 
     def close(self, deadline: Deadline) -> None:
-        """Close what was opened of the twin's, and tell it; nothing is under way any more."""
+        """Close what was opened of the twin's, and tell it; nothing is in flight any more."""
         if self._failed() or self._line is None:
             return
         if not self._at_rest(deadline):

@@ -1,4 +1,4 @@
-"""How the two ends of a link meet: handles both ways, and a first piece that must arrive."""
+"""The meeting of the two ends of a link: handles both ways, and a first piece that must arrive."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from stagelink.errors import StagelinkError
+from stagelink.transport.blocking import reach
 from stagelink.transport.board import Board
-from stagelink.transport.lanes import reach
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Deadline, Port

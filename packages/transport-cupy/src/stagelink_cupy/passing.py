@@ -6,25 +6,24 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING
 
-from stagelink.transport.contract import Pending
-from stagelink.transport.lanes import reach
+from stagelink.transport.blocking import reach
 
 if TYPE_CHECKING:
     import torch
 
-    from stagelink.transport.contract import Deadline, Port
+    from stagelink.transport.contract import Port
     from stagelink.transport.lanes import Moment
     from stagelink_cupy.notes import Piece
     from stagelink_cupy.region import Region
 
-__all__ = ["Passing", "Way"]
+__all__ = ["End", "Passing"]
 
 _AHEAD = 2
 """Copies that are queued at most before the twin is told of the oldest."""
 
 
-class Way(ABC):
-    """Where the pieces of one end go.
+class End(ABC):
+    """One end of a link, as the pieces of a message see it.
 
     Attributes:
         port: of the link.
@@ -47,25 +46,24 @@ class Way(ABC):
         """Tell the twin that this end is done with its slot."""
 
     @abstractmethod
-    def wait(self, deadline: Deadline) -> None:
+    def wait(self) -> None:
         """Block until `next` may have one.
 
         Raises:
-            TimeoutError: the deadline passed.
             StagelinkError: the handler failed or was closed.
         """
 
 
-class Passing(Pending):
-    """One message under way.
+class Passing:
+    """One message in flight.
 
     Args:
-        way: of this end.
+        end: of the link.
         payload: where the message is, or is to be; it is kept.
     """
 
-    def __init__(self, way: Way, payload: torch.Tensor) -> None:
-        self._way = way
+    def __init__(self, end: End, payload: torch.Tensor) -> None:
+        self._end = end
         self._payload = payload
         self._address = payload.data_ptr()
         self._left_bytes = payload.numel()
@@ -73,31 +71,31 @@ class Passing(Pending):
 
     def go_on(self) -> bool:
         """Queue the copy of the next piece, if there is one; never waits."""
-        piece = self._way.next(self._left_bytes) if self._left_bytes else None
+        piece = self._end.next(self._left_bytes) if self._left_bytes else None
         if piece is None:
             return False
-        self._way.queue(piece, self._address)
-        self._queued.append((piece, self._way.port.lane.moment()))
+        self._end.queue(piece, self._address)
+        self._queued.append((piece, self._end.port.lane.moment()))
         self._address += piece.size_bytes
         self._left_bytes -= piece.size_bytes
         return True
 
-    def finish(self, deadline: Deadline) -> None:
-        """Pass all of it; it has been copied when this returns.
+    def finish(self) -> None:
+        """Pass all of it; it has been copied when this returns. For `Finisher.submit`.
 
         Also where the device orders the copies: so no stream of the caller's ever waits for
         another process, which may die.
         """
-        self._way.region.use()
+        self._end.region.use()
         moment: Moment | None = None
         while self._queued or self._left_bytes:
             while len(self._queued) < _AHEAD and self.go_on():
                 pass
             if not self._queued:
-                self._way.wait(deadline)
+                self._end.wait()
                 continue
             piece, moment = self._queued.popleft()
-            if not self._way.region.device_ordered:
-                reach(moment, self._way.port, deadline)
-            self._way.tell(piece)
-        reach(moment, self._way.port, deadline)
+            if not self._end.region.device_ordered:
+                reach(moment, self._end.port)
+            self._end.tell(piece)
+        reach(moment, self._end.port)

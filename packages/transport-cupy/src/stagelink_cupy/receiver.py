@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from stagelink.transport.contract import FINISHED, Pending, Receiver
+from stagelink.transport.blocking import Finisher
+from stagelink.transport.contract import Receiver
 from stagelink_cupy.notes import Piece, going_home
-from stagelink_cupy.passing import Passing, Way
+from stagelink_cupy.passing import End, Passing
 from stagelink_cupy.region import SLOTS
 
 if TYPE_CHECKING:
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.transport.contract import Deadline, Port
+    from stagelink.transport.contract import Deadline, Done, Port
     from stagelink.transport.header import Header
     from stagelink_cupy.holding import Holding
 
 __all__ = ["CupyReceiver"]
 
 
-class CupyReceiver(Receiver, Way):
+class CupyReceiver(Receiver, End):
     """The receiving end.
 
     Args:
@@ -35,6 +36,7 @@ class CupyReceiver(Receiver, Way):
         self.region = holding.region
         self._holding = holding
         self._filled: deque[Piece] = deque()
+        self._finisher = Finisher(port)
 
     def begin(
         self,
@@ -42,11 +44,11 @@ class CupyReceiver(Receiver, Way):
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
-        """Only take the buffer: the pieces are for ``finish``."""
-        del note, fds
-        buffer = accept()
-        return Passing(self, buffer) if header.payload_bytes else FINISHED
+        done: Done,
+    ) -> None:
+        """Only take the buffer: the pieces are for the finisher's thread."""
+        del header, note, fds
+        self._finisher.submit(Passing(self, accept()).finish, done)
 
     def next(self, left_bytes: int) -> Piece | None:
         """The oldest that has come.
@@ -73,10 +75,9 @@ class CupyReceiver(Receiver, Way):
         """It is free."""
         self.port.note(going_home(piece.slot))
 
-    def wait(self, deadline: Deadline) -> None:
+    def wait(self) -> None:
         """For the next one to come."""
-        if not self.port.wait(lambda: bool(self._filled), deadline):
-            raise TimeoutError(f"not all pieces came within {deadline.seconds:g} s")
+        self.port.wait(lambda: bool(self._filled))
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         """A slot is filled; or, before all others, the twin's call."""
@@ -90,11 +91,7 @@ class CupyReceiver(Receiver, Way):
         else:
             self.port.wake()
 
-    def abort(self, cause: BaseException) -> None:
-        """Whoever waits here looks again."""
-        del cause
-        self.port.wake()
-
     def close(self, deadline: Deadline) -> None:
         """Close the sender's memory, and tell it."""
+        self._finisher.close(deadline)
         self._holding.close(deadline)

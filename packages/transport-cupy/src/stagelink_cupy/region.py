@@ -1,7 +1,7 @@
 """One link's memory on the device, and the events of its slots, as one of the ends has them.
 
 The sender allocates the memory, the receiver opens it. Each slot has an event of the sender's,
-"filled", and one of the receiver's, "read": whoever made an event records it, the other end waits
+"filled", and one of the receiver's, "read": the end that made an event records it, the other waits
 for it. Where the host orders the copies there are no events.
 """
 
@@ -83,7 +83,7 @@ class Region:
         return bool(self._memory or self._events)
 
     def address(self, slot: int) -> int:
-        """Where a slot is in this process."""
+        """The address of a slot in this process."""
         return (self._memory or self._opened_memory) + slot * self.slot_bytes
 
     def copy(self, slot: int, target: int, source: int, size_bytes: int) -> None:

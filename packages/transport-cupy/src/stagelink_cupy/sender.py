@@ -6,22 +6,23 @@ import itertools
 import threading
 from typing import TYPE_CHECKING
 
-from stagelink.transport.contract import FINISHED, Pending, Sender
+from stagelink.transport.blocking import Finisher
+from stagelink.transport.contract import Sender
 from stagelink.transport.slots import SlotRing, returned_slots
 from stagelink_cupy.notes import Piece
-from stagelink_cupy.passing import Passing, Way
+from stagelink_cupy.passing import End, Passing
 from stagelink_cupy.region import SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stagelink.transport.contract import Announce, Deadline, Message, Port
+    from stagelink.transport.contract import Announce, Deadline, Done, Message, Port
     from stagelink_cupy.holding import Holding
 
 __all__ = ["CupySender"]
 
 
-class CupySender(Sender, Way):
+class CupySender(Sender, End):
     """The sending end.
 
     Args:
@@ -35,6 +36,7 @@ class CupySender(Sender, Way):
         self._holding = holding
         self._lock = threading.Lock()
         self._short = False
+        self._finisher = Finisher(port)
         numbers = itertools.count()
         self._ring = SlotRing(
             lambda _: next(numbers),
@@ -43,17 +45,16 @@ class CupySender(Sender, Way):
             granule_bytes=self.region.slot_bytes,  # so that all are alike and none is given up
         )
 
-    def begin(self, message: Message, announce: Announce) -> Pending:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         """Have the receiver get ready, and queue the first piece if there is a slot for it."""
         announce()
-        if not message.header.payload_bytes:
-            return FINISHED
         passing = Passing(self, message.payload)
         passing.go_on()
-        return passing
+        self._finisher.submit(passing.finish, done)
+        return True
 
     def next(self, left_bytes: int) -> Piece | None:
-        """As much as a slot takes, if one is at home."""
+        """As much as a slot takes, if one is free."""
         with self._lock:
             slot = self._ring.take(min(left_bytes, self.region.slot_bytes))
             if slot is None:
@@ -69,10 +70,9 @@ class CupySender(Sender, Way):
         """It is filled."""
         self.port.note(piece.pack())
 
-    def wait(self, deadline: Deadline) -> None:
+    def wait(self) -> None:
         """For a slot to come home."""
-        if not self.port.wait(lambda: not self._short, deadline):
-            raise TimeoutError(f"no slot came home within {deadline.seconds:g} s")
+        self.port.wait(lambda: not self._short)
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         """Slots have come home."""
@@ -87,11 +87,7 @@ class CupySender(Sender, Way):
         else:
             self.port.wake()
 
-    def abort(self, cause: BaseException) -> None:
-        """Whoever waits here looks again."""
-        del cause
-        self.port.wake()
-
     def close(self, deadline: Deadline) -> None:
         """Close what is the receiver's; the memory is given back when it has closed that."""
+        self._finisher.close(deadline)
         self._holding.close(deadline)

@@ -3,13 +3,12 @@
 Gloo cannot be asked whether an operation is done, only waited for, and it is unforgiving: a handle
 that is dropped early wedges the connection, one that is waited for twice blocks, and a receive
 into a buffer that is too small ends the process. So every handle stays in its pair's hands until
-it has been waited for, once, by whoever comes first: a ``finish`` that needs it, or the clean-up.
+it has been waited for, once, by the first that comes: a link's end that needs it, or the clean-up.
 
 A wait that runs out of time closes every connection of its group. A group here has one connection,
-and a missed deadline fails the handler, so deadlines are simply given to gloo; and the clean-up
-closes the connection by a spare receive that nobody answers. Operations that wait for their peer
-then raise at once; one whose bytes are on their way is not told, but once the connection is closed
-it, too, can be waited for briefly and let go.
+and the clean-up closes it by a spare receive that nobody answers. Operations that wait for their
+peer then raise at once; one whose bytes are on their way is not told, but once the connection is
+closed it, too, can be waited for briefly and let go.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ __all__ = ["Operation", "Pair", "connect"]
 
 logger = logging.getLogger("stagelink")
 _AT_ONCE = timedelta(milliseconds=1)
-_LONGEST_S = 365 * 86400.0
-"""What stands for no deadline: gloo cannot be given infinity."""
+_FOREVER = timedelta(days=365)
+"""What stands for no deadline: without one gloo takes the group's."""
 
 
 _CONNECT_ROUNDS = 5
@@ -62,20 +61,19 @@ class Operation:
         self._buffer = buffer
         self._doing = doing
 
-    def wait(self, deadline: Deadline) -> None:
+    def wait(self) -> None:
         """Block until it is done; once.
 
         Raises:
-            TimeoutError: the deadline passed; the connection is closed.
             ConnectionError: the connection was closed, here or by the peer.
         """
         handle = self._handles.pop(self, None)
         if handle is None:
             raise ConnectionError(f"{self}: given up, the connection is closed")
         try:
-            handle.wait(_time_left(deadline))
+            handle.wait(_FOREVER)
         except RuntimeError as error:
-            raise _failure(str(self), deadline, error) from error
+            raise ConnectionError(f"{self}: {error}") from error
         finally:
             del handle  # a traceback that is kept would keep gloo's threads with it
 
@@ -219,7 +217,7 @@ def _swap(board: Board, key: str, me: int, value: str, port: Port) -> str:
 
 
 def _time_left(deadline: Deadline, rounds: int = 1) -> timedelta:
-    seconds = min(deadline.remaining_s, _LONGEST_S) / rounds
+    seconds = deadline.remaining_s / rounds
     # Upwards, so that the deadline has passed when it is over; and 0 would be the group's own.
     return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))
 

@@ -5,10 +5,10 @@ No GPU has run this module yet; on a double of one it has.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from stagelink.transport.contract import FINISHED, Pending, Receiver, Sender
-from stagelink.transport.lanes import reach
+from stagelink.transport.blocking import Finisher, reach
 from stagelink_gloo.link import GlooReceiver, GlooSender
 
 if TYPE_CHECKING:
@@ -16,79 +16,66 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.transport.contract import Announce, Deadline, Message, Port
+    from stagelink.transport.contract import Announce, Deadline, Done, Message, Port
     from stagelink.transport.header import Header
-    from stagelink.transport.lanes import Moment
     from stagelink_gloo.pair import Pair
 
 __all__ = ["StagedReceiver", "StagedSender"]
 
 
-class StagedSender(Sender):
+class StagedSender(GlooSender):
     """The sending end: the copy to host memory is queued at once, and sent when it is there.
 
     Args:
         pair: the connection with the receiver's rank.
-        port: for the lane and receipts.
+        port: for the lane.
     """
 
     def __init__(self, pair: Pair, port: Port) -> None:
-        self._host = GlooSender(pair, port)
+        super().__init__(pair, port)
         self._port = port
-        self._begun = 0
-        self._receipts = 0
+        self._finisher = Finisher(port)
 
-    def begin(self, message: Message, announce: Announce) -> Pending:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         """Announce it, and queue the copy."""
         announce()
         size = message.header.payload_bytes
         if not size:
-            return FINISHED
+            done()
+            return True
         lane = self._port.lane
         staging = lane.staging(size)
         lane.copy(staging, message.payload)
-        self._begun += 1
-        return _Leaving(self, staging, lane.moment(), self._begun)
+        copied = partial(reach, lane.moment(), self._port)
+        self._finisher.submit(copied, _Copied(self, staging, done))
+        return True
 
-    def finish(self, leaving: _Leaving, deadline: Deadline) -> None:
-        """Send what was copied, and wait for its receipt.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            ConnectionError: the connection was closed.
-        """
-        reach(leaving.moment, self._port, deadline)
-        sent = self._host.send(leaving.staging)
-        if not self._port.wait(lambda: self._receipts >= leaving.number, deadline):
-            raise TimeoutError(f"{self._port.link}: no receipt within {deadline.seconds:g} s")
-        sent.finish(deadline)
-
-    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        """A receipt."""
-        del note, fds
-        self._receipts += 1
-
-    def abort(self, cause: BaseException) -> None:
-        """As `GlooSender.abort`."""
-        self._host.abort(cause)
+    def close(self, deadline: Deadline) -> None:
+        """End the thread that waits for copies."""
+        self._finisher.close(deadline)
+        super().close(deadline)
 
 
-class _Leaving(Pending):
-    """A message on its way to host memory, and the how manyth it is."""
+class _Copied:
+    """What is done when a message is in host memory: it is sent from there."""
 
-    def __init__(
-        self, sender: StagedSender, staging: torch.Tensor, moment: Moment | None, number: int
-    ) -> None:
+    def __init__(self, sender: GlooSender, staging: torch.Tensor, done: Done) -> None:
         self._sender = sender
-        self.staging = staging
-        self.moment = moment
-        self.number = number
+        self._staging = staging
+        self._done = done
 
-    def finish(self, deadline: Deadline) -> None:
-        self._sender.finish(self, deadline)
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        del payload
+        try:
+            self._sender.send(self._staging, self._done)
+        except RuntimeError as error:
+            self.failed(error)
+
+    def failed(self, error: BaseException) -> None:
+        self._done.failed(error)
 
 
-class StagedReceiver(Receiver):
+class StagedReceiver(GlooReceiver):
     """The receiving end.
 
     Args:
@@ -96,39 +83,27 @@ class StagedReceiver(Receiver):
         port: for the lane and receipts.
     """
 
-    def __init__(self, pair: Pair, port: Port) -> None:
-        self._host = GlooReceiver(pair, port)
-        self._port = port
-
     def begin(
         self,
         header: Header,
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
-        """Receive into host memory; the bytes come in whether anybody waits or not."""
-        staging = self._port.lane.staging(header.payload_bytes)
-        host = self._host.begin(header, note, fds, lambda: staging)
-        buffer = accept()
-        return host if host is FINISHED else _Arriving(self._port, host, staging, buffer)
-
-    def abort(self, cause: BaseException) -> None:
-        """As `GlooReceiver.abort`."""
-        self._host.abort(cause)
-
-
-class _Arriving(Pending):
-    def __init__(
-        self, port: Port, host: Pending, staging: torch.Tensor, buffer: torch.Tensor
+        done: Done,
     ) -> None:
-        self._port = port
-        self._host = host
-        self._staging = staging
-        self._buffer = buffer
+        """Receive into host memory; the bytes come in whether anybody waits or not."""
+        del note, fds
+        buffer = accept()
+        if not header.payload_bytes:
+            done()
+            return
+        staging = self._port.lane.staging(header.payload_bytes)
+        self._finisher.submit(partial(self._receive, self.receive(staging), staging, buffer), done)
 
-    def finish(self, deadline: Deadline) -> None:
-        self._host.finish(deadline)
-        self._port.lane.copy(self._buffer, self._staging)
+    def _receive(
+        self, wait: Callable[[], None], staging: torch.Tensor, buffer: torch.Tensor
+    ) -> None:
+        wait()
+        self._port.lane.copy(buffer, staging)
         # To its end: the host memory goes back to where it came from.
-        reach(self._port.lane.moment(), self._port, deadline)
+        reach(self._port.lane.moment(), self._port)

@@ -33,7 +33,7 @@ _MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 class Work(Protocol):
-    """One operation under way, as torch has it."""
+    """One operation in flight, as torch has it."""
 
     def is_completed(self) -> bool:
         """Whether it is done or has failed; never blocks."""
@@ -54,12 +54,12 @@ class Group(ABC):
         """Give it back.
 
         Args:
-            broken: an operation may be under way whose other rank never comes.
+            broken: an operation may be in flight whose other rank never comes.
         """
 
 
 class Groups(ABC):
-    """Where groups come from. What the tests put in its place runs without a GPU."""
+    """The source of groups. What the tests put in its place runs without a GPU."""
 
     @abstractmethod
     def probe(self) -> Verdict:
@@ -67,7 +67,7 @@ class Groups(ABC):
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """What the other rank must know: ``version``, and the device's ``uuid``.
+        """Describe this rank to the other: ``version``, and the device's ``uuid``.
 
         ``shares_device`` is true where two ranks may be on one device.
         """

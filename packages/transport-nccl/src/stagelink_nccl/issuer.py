@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from stagelink_nccl.slot import IssueSlot, SlotUser
@@ -48,15 +48,19 @@ class Task(SlotUser):
         self._issuer.wake(self)
 
     @abstractmethod
-    def issue(self) -> None:
-        """Do the oldest operation, to its end; on the issuing thread, never raises."""
+    def issue(self) -> Callable[[], object]:
+        """Do the oldest operation, to its end; on the issuing thread, never raises.
+
+        Returns:
+            What to call when the slot is free again.
+        """
 
     @abstractmethod
     def dispose(self, *, broken: bool) -> None:
         """Give the group back; on the issuing thread, never raises.
 
         Args:
-            broken: an operation may be under way whose other rank never comes.
+            broken: an operation may be in flight whose other rank never comes.
         """
 
 
@@ -119,7 +123,7 @@ class Issuer:
         self._work.notify()
 
     def looks(self) -> Iterator[None]:
-        """When to look whether an operation is done: often at first; no more once this ends."""
+        """Yield when to look at an operation: often at first; no more once this ends."""
         pause_s = _SHORTEST_PAUSE_S
         while not self.ended:
             yield
@@ -153,9 +157,10 @@ class Issuer:
     def _run(self) -> None:
         try:
             while (task := self._take()) is not None:
-                task.issue()
+                then = task.issue()
                 with self.lock:
                     self.slot.done(task)
+                then()
             with self.lock:
                 # All ranks in one order: to give a communicator back takes both its ranks.
                 tasks = sorted(self._tasks, key=lambda task: task.order)

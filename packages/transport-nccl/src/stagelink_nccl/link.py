@@ -15,11 +15,12 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.errors import PeerClosedError
-from stagelink.transport.contract import FINISHED, Pending, Receiver, Sender
-from stagelink.transport.lanes import reach
+from stagelink.transport.blocking import Finisher, reach
+from stagelink.transport.contract import Receiver, Sender
 from stagelink_nccl.issuer import Task
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.transport.contract import Announce, Deadline, Message, Port
+    from stagelink.transport.contract import Announce, Deadline, Done, Message, Port
     from stagelink.transport.header import Header
-    from stagelink.transport.lanes import Lane, Moment
+    from stagelink.transport.lanes import Lane
     from stagelink_nccl.groups import Group
     from stagelink_nccl.issuer import Issuer
 
@@ -63,43 +64,25 @@ class NcclSender(Sender):
         self._port = port
         self._issuer = issuer
         self._task = _LinkTask(port, group, issuer, lane)
-        self._sent = 0
-        self._receipts = 0
-        self._unready: deque[_Sent] = deque()
-        self._looking = threading.Lock()
+        self._unreceived: deque[Done] = deque()
+        self._finisher = Finisher(port)
         if eager:
-            self._task.post(Operation(self._task, port.lane.buffer(1)))
+            self._task.post(Operation(port.lane.buffer(1)))
             self._task.message_ready()
 
-    def begin(self, message: Message, announce: Announce) -> Pending:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         """Announce it; the operation is issued when both ends are ready."""
         announce()
-        if not message.header.payload_bytes:
-            return FINISHED
-        operation = Operation(self._task, message.payload)
-        self._task.post(operation)
-        self._sent += 1
-        sent = _Sent(self, operation, self._port.lane.moment(), self._sent)
-        self._unready.append(sent)
-        self._look()
-        return sent
-
-    def _look(self) -> None:
-        """Tell of the messages that are there by now, in their order."""
-        with self._looking:
-            while self._unready and self._unready[0].is_there:
-                self._unready.popleft()
-                self._task.message_ready()
-
-    def finish(self, sent: _Sent, deadline: Deadline) -> None:
-        """See `Operation.finish`."""
-        # On the host: an operation that is issued must wait for nothing but the other rank.
-        reach(sent.moment, self._port, deadline)
-        self._look()
-        sent.operation.finish(deadline)
-        self._look()
-        if not self._port.wait(lambda: self._receipts >= sent.number, deadline):
-            raise TimeoutError(f"{self._port.link}: no receipt within {deadline.seconds:g} s")
+        self._unreceived.append(done)
+        # NCCL does nothing for no bytes, and the receiver must say that it has the message.
+        payload = message.payload if message.header.payload_bytes else self._port.lane.buffer(1)
+        self._task.post(Operation(payload))
+        moment = self._port.lane.moment()
+        if moment is None or moment.reached:
+            self._task.message_ready()
+        else:
+            self._finisher.submit(partial(reach, moment, self._port), _Ready(self._task, done))
+        return True
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         """The receiver has a buffer, or a message; or it is about slots."""
@@ -107,7 +90,7 @@ class NcclSender(Sender):
         if note == _BUFFER:
             self._task.buffer_ready()
         elif note == _RECEIVED:
-            self._receipts += 1
+            self._unreceived.popleft()()
         else:
             self._task.on_note(note)
 
@@ -120,7 +103,7 @@ class NcclSender(Sender):
 
     def close(self, deadline: Deadline) -> None:
         """Let the peer go on without this end."""
-        del deadline
+        self._finisher.close(deadline)
         self._port.note(_GONE)
 
 
@@ -139,7 +122,7 @@ class NcclReceiver(Receiver):
         self._issuer = issuer
         self._task = _LinkTask(port, group, issuer, port.lane)
         if eager:
-            self._task.post(Operation(self._task, port.lane.buffer(1)))
+            self._task.post(Operation(port.lane.buffer(1)))
             port.note(_BUFFER)
 
     def begin(
@@ -148,17 +131,20 @@ class NcclReceiver(Receiver):
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
+        done: Done,
+    ) -> None:
         """Tell the sender that a buffer is there."""
         del note, fds
         buffer = accept()
-        return self._receive_into(buffer) if header.payload_bytes else FINISHED
+        self._receive_into(buffer if header.payload_bytes else self._port.lane.buffer(1), done)
 
-    def _receive_into(self, buffer: torch.Tensor) -> Operation:
-        operation = Operation(self._task, buffer, _RECEIVED)
-        self._task.post(operation)
+    def _receive_into(self, buffer: torch.Tensor, done: Done) -> None:
+        self._task.post(Operation(buffer, partial(self._received, done)))
         self._port.note(_BUFFER)
-        return operation
+
+    def _received(self, done: Done) -> None:
+        self._port.note(_RECEIVED)
+        done()
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         """An operation is matched, or it is about slots."""
@@ -179,56 +165,34 @@ class NcclReceiver(Receiver):
         self._port.note(_GONE)
 
 
-class Operation(Pending):
+def _nothing() -> None:
+    """At a sender the receiver's note says that an operation is done."""
+
+
+class Operation(NamedTuple):
     """One message that the issuing thread is to send or receive.
 
-    Args:
-        task: its link.
-        tensor: what is sent or received into.
-        receipt: a note for the other end when it is done, or none.
-
     Attributes:
-        done: set when the issuing thread is through with it.
-        error: what went wrong, or None.
-        tensor: as given; kept until it is done.
+        tensor: what is sent or received into.
+        then: what to do when it is through.
     """
 
-    def __init__(self, task: _LinkTask, tensor: torch.Tensor, receipt: bytes = b"") -> None:
-        self._task = task
-        self.receipt = receipt
-        self.tensor: torch.Tensor | None = tensor
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-
-    def finish(self, deadline: Deadline) -> None:
-        """Wait until it is done; may be called again after a TimeoutError.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            StagelinkError: the handler failed, or the peer closed.
-            Exception: what NCCL says.
-        """
-        self._task.wait_for(self, deadline)
+    tensor: torch.Tensor
+    then: Callable[[], object] = _nothing
 
 
-class _Sent(Pending):
-    """A message at its sender: when it is there, and the how manyth it is."""
+class _Ready(NamedTuple):
+    """A message's `Done` that a finisher tells of its payload being there, not yet received."""
 
-    def __init__(
-        self, sender: NcclSender, operation: Operation, moment: Moment | None, number: int
-    ) -> None:
-        self._sender = sender
-        self.operation = operation
-        self.moment = moment
-        self.number = number
+    task: _LinkTask
+    done: Done
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the payload is, as the host sees it."""
-        return self.moment is None or self.moment.reached
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        del payload
+        self.task.message_ready()
 
-    def finish(self, deadline: Deadline) -> None:
-        self._sender.finish(self, deadline)
+    def failed(self, error: BaseException) -> None:
+        self.done.failed(error)
 
 
 class _LinkTask(Task):
@@ -293,40 +257,23 @@ class _LinkTask(Task):
             else:
                 self._issuer.slot.answered(self, granted=note == _GRANTED)
 
-    def wait_for(self, operation: Operation, deadline: Deadline) -> None:
-        """See `Operation.finish`."""
-        try:
-            if not self._port.wait(operation.done.is_set, deadline):
-                raise TimeoutError(f"{self._port.link}: not done within {deadline.seconds:g} s")
-        except PeerClosedError:
-            if not operation.done.wait(min(_GRACE_S, deadline.remaining_s)):
-                self.peer_is_gone()
-                raise
-        if operation.error is not None:
-            raise operation.error
-
-    def issue(self) -> None:
+    def issue(self) -> Callable[[], object]:
         operation = self._operations.popleft()
         try:
-            self._do(operation)
-            if operation.receipt:
-                self._port.note(operation.receipt)
+            self._do(operation.tensor)
         except Exception as error:
-            operation.error = error
-            known = self._peer_gone_s < math.inf or self._issuer.ended
-            if not known:
+            if not self._issuer.ended and self._peer_gone_s == math.inf:
                 self._port.fail(error)
             # Not before: the other rank would tell of a broken group, and be heard first.
             self.dispose(broken=True)
-        operation.tensor = None
-        operation.done.set()
-        self._port.wake()
+            return _nothing
+        return operation.then
 
-    def _do(self, operation: Operation) -> None:
-        if self._group is None or operation.tensor is None:
+    def _do(self, tensor: torch.Tensor) -> None:
+        if self._group is None:
             raise ConnectionError(f"{self._port.link}: its group was given up")
         with self._lane.entered():
-            work = self._group.start(operation.tensor)
+            work = self._group.start(tensor)
             for _ in self._issuer.looks():
                 if work.is_completed():
                     work.wait(_AT_ONCE)

@@ -59,7 +59,6 @@ class Nccl(Transport):
         same_server=True,
         distinct_processes=True,
         in_flight=4,
-        caller_thread=True,
     )
     Options: ClassVar[type[Any]] = NcclOptions
     groups: ClassVar[Groups] = NcclGroups()

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from stagelink.transport.contract import FINISHED, Pending, Ready, Receiver
+from stagelink.transport.contract import Receiver
 from stagelink.transport.slots import SlotReturns
 from stagelink_shm.memory import copy_bytes, mapped
 from stagelink_shm.notes import Filled, given_up
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.transport.contract import Deadline, Port
+    from stagelink.transport.contract import Deadline, Done, Port
     from stagelink.transport.header import Header
 
 __all__ = ["ShmReceiver"]
@@ -39,7 +39,7 @@ class ShmReceiver(Receiver):
         self._slots: dict[int, torch.Tensor] = {}
         self._pieces: deque[Filled] = deque()
         self._assemblies: deque[_Assembly] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the next message begins in ``done`` of the one before
 
     def begin(
         self,
@@ -47,7 +47,8 @@ class ShmReceiver(Receiver):
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
+        done: Done,
+    ) -> None:
         """Take the message out of its slot, or begin to put its pieces together.
 
         Raises:
@@ -57,19 +58,22 @@ class ShmReceiver(Receiver):
         size = header.payload_bytes
         if not size:
             accept()
-            return FINISHED
+            done()
+            return
         if not note:
-            return self._assemble(accept())
+            self._assemble(_Assembly(accept(), done))
+            return
         with self._lock:
             filled = self._look(note, fds)
         if filled.size_bytes != size:
             raise ValueError(f"slot {filled.number} has {filled.size_bytes} bytes of {size}")
         slot = self._slots[filled.number]
         if filled.keep and size >= _LEAST_VIEW_BYTES:
-            return Ready(self._returns.lend(filled.number, slot, size))
+            done(self._returns.lend(filled.number, slot, size))
+            return
         copy_bytes(accept(), slot[:size])
         self._returns.release(filled.number)
-        return FINISHED
+        done()
 
     def _look(self, note: bytes, fds: Sequence[int]) -> Filled:
         """What the note says, with its slot mapped."""
@@ -85,12 +89,10 @@ class ShmReceiver(Receiver):
             raise ValueError(f"slot {filled.number} is not of {filled.size_bytes} bytes")
         return filled
 
-    def _assemble(self, buffer: torch.Tensor) -> _Assembly:
-        assembly = _Assembly(self._port, buffer)
+    def _assemble(self, assembly: _Assembly) -> None:
         with self._lock:
             self._assemblies.append(assembly)
             self._put_together()
-        return assembly
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         """A piece has come, or slots are no more."""
@@ -113,8 +115,7 @@ class ShmReceiver(Receiver):
             self._assemblies[0].add(self._slots[filled.number][: filled.size_bytes])
             self._returns.release(filled.number)
             if self._assemblies[0].whole:
-                self._assemblies.popleft()
-                self._port.wake()
+                self._assemblies.popleft().done()
 
     def close(self, deadline: Deadline) -> None:
         """Let go; tensors that live on keep their slots' memory."""
@@ -126,11 +127,11 @@ class ShmReceiver(Receiver):
             self._assemblies.clear()
 
 
-class _Assembly(Pending):
+class _Assembly:
     """A message that comes in pieces."""
 
-    def __init__(self, port: Port, buffer: torch.Tensor) -> None:
-        self._port = port
+    def __init__(self, buffer: torch.Tensor, done: Done) -> None:
+        self.done = done
         self._buffer = buffer
         self._filled_bytes = 0
 
@@ -142,7 +143,3 @@ class _Assembly(Pending):
         begin = self._filled_bytes
         copy_bytes(self._buffer[begin:], piece)
         self._filled_bytes += piece.numel()
-
-    def finish(self, deadline: Deadline) -> None:
-        if not self._port.wait(lambda: self.whole, deadline):
-            raise TimeoutError(f"not all pieces came within {deadline.seconds:g} s")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
 
-from stagelink.transport.contract import FINISHED, Pending, Sender
+from stagelink.transport.contract import Sender
 from stagelink.transport.slots import returned_slots
 from stagelink_shm.memory import copy_bytes, mapped, new_memory
 from stagelink_shm.notes import Filled, pack_given_up
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.transport.contract import Announce, Deadline, Message, Port
+    from stagelink.transport.contract import Announce, Deadline, Done, Message, Port
     from stagelink.transport.slots import SlotRing
 
     Tell = Callable[[bytes, Sequence[int]], None]
@@ -42,8 +43,10 @@ class ShmSender(Sender):
         self._lock = threading.Lock()
         self._ring = ring
         self._short = False
+        self._passing = threading.Lock()
+        self._leaving: deque[_InPieces] = deque()
 
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         """Copy the payload into a slot, if there is one; more than a slot holds goes in pieces.
 
         Raises:
@@ -52,24 +55,39 @@ class ShmSender(Sender):
         size = message.header.payload_bytes
         if not size:
             announce()
-            return FINISHED
+            done()
+            return True
         if size > self._ring.largest_bytes:
             payload = self._port.buffer(size).copy_(message.payload)
             announce()
-            return _Pieces(self, payload)
-        return FINISHED if self._pass(message.payload, announce, keep=True) else None
+            pieces = payload.split(min(_PIECE_BYTES, self._ring.largest_bytes))
+            self._leaving.append(_InPieces(deque(pieces), done))
+            self._pass_pieces()
+            return True
+        if not self._pass(message.payload, announce, keep=True):
+            return False
+        done()
+        return True
 
-    def pass_in_pieces(self, payload: torch.Tensor, deadline: Deadline) -> None:
-        """Send a payload in notes, as slots come home for it.
+    def _pass_pieces(self) -> None:
+        """Send pieces in notes for as long as there are slots, unless another thread is at it."""
+        while self._leaving and not self._short and self._passing.acquire(blocking=False):
+            try:
+                self._pass_piece(self._leaving[0])
+            finally:
+                self._passing.release()
 
-        Raises:
-            TimeoutError: the deadline passed.
-            StagelinkError: the handler failed or was closed.
-        """
-        for piece in payload.split(min(_PIECE_BYTES, self._ring.largest_bytes)):
-            while not self._pass(piece, self._port.note, keep=False):
-                if not self._port.wait(lambda: not self._short, deadline):
-                    raise TimeoutError(f"no slot came home within {deadline.seconds:g} s")
+    def _pass_piece(self, leaving: _InPieces) -> None:
+        try:
+            if self._pass(leaving.pieces[0], self._port.note, keep=False):
+                leaving.pieces.popleft()
+        except OSError as error:
+            self._leaving.popleft()
+            leaving.done.failed(error)
+            return
+        if not leaving.pieces:
+            self._leaving.popleft()
+            leaving.done()
 
     def _pass(self, payload: torch.Tensor, tell: Tell, *, keep: bool) -> bool:
         size = payload.numel()
@@ -99,14 +117,21 @@ class ShmSender(Sender):
             self._port.fail(error)
             return
         if short:
+            self._pass_pieces()
             self._port.room()
-            self._port.wake()
 
     def close(self, deadline: Deadline) -> None:
         """Let go of the slots; the receiver keeps what it still looks at."""
         del deadline
         with self._lock:
             self._ring.clear()
+
+
+class _InPieces(NamedTuple):
+    """What is left to be sent of a message larger than a slot."""
+
+    pieces: deque[torch.Tensor]
+    done: Done
 
 
 class SharedMemory:
@@ -139,12 +164,3 @@ class SharedMemory:
             tell(note, (descriptor,))
         finally:
             os.close(descriptor)
-
-
-class _Pieces(Pending):
-    def __init__(self, sender: ShmSender, payload: torch.Tensor) -> None:
-        self._sender = sender
-        self._payload = payload
-
-    def finish(self, deadline: Deadline) -> None:
-        self._sender.pass_in_pieces(self._payload, deadline)

@@ -143,9 +143,7 @@ class LinkPipe(Pipe):
     def recv(self) -> Any:
         """Receive one message, which is not kept."""
         while not self._is_here():
-            self._wait(lambda: self._is_here() or self._in.drivable)
-            if not self._is_here():
-                self._in.drive(Deadline(_PATIENCE_S))
+            self._wait(self._is_here)
         return self._arrived.popleft().payload
 
     def _is_here(self) -> bool:

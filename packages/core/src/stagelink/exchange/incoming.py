@@ -19,7 +19,6 @@ from stagelink.errors import (
 from stagelink.exchange.inbox import Inbox
 from stagelink.links.arrival import Arrival, Key
 from stagelink.links.bound import check_declared
-from stagelink.links.driving import wait_driving
 from stagelink.transport.header import Flag, MessageKind
 
 if TYPE_CHECKING:
@@ -89,9 +88,6 @@ class Incoming:
                 arrival.abandoned = True
             settled = [arrival for arrival in unread if arrival.settled]
         self._answer_all([*settled, *owed])
-        for arrival in unread:
-            if not arrival.settled:
-                arrival.route.link.drain()
 
     # -- on the reading thread
 
@@ -315,22 +311,18 @@ class Incoming:
         """Whether a message could be received now without waiting for the peer."""
         with self._plane.lock:
             arrival = self.inbox.get(key)
-        if arrival is None:
-            return False
-        if not arrival.settled and route.link.drivable:
-            route.link.drain()  # whoever asks does not wait, so a worker does
-        return arrival.settled
+        return arrival is not None and arrival.settled
 
     def _wait(
         self, route: InRoute, key: Key, ready: Callable[[], bool], deadline: Deadline, what: str
     ) -> None:
-        """Wait; see `wait_driving`.
+        """Wait for a message of a route.
 
         Raises:
             DeadlineError: time ran out.
         """
         awaited = Awaited(route.peer, lambda: f"{route.edge.name!r}, {key}")
-        if not wait_driving(self._plane, route.link, ready, deadline, awaited):
+        if not self._plane.wait(ready, deadline, awaited):
             why = self._plane.chain.explain(awaited)
             raise DeadlineError(self._missing(route, key, deadline, what) + why)
 

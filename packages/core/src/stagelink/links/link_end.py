@@ -1,91 +1,94 @@
-"""What both ends of a link share inside core: notes, and the thread that finishes messages.
-
-A worker thread finishes in the order of ``begin``; it is started on first use, and not at all
-where nothing is left to finish.
-"""
+"""What both ends of a link share inside core: opening, notes, watched descriptors and the end."""
 
 from __future__ import annotations
 
 import _thread
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from stagelink.control.connection import close_all
 from stagelink.deadline import Deadline
-from stagelink.errors import ClosedError, PeerClosedError, StagelinkError, TransportError
-from stagelink.transport.interrupts import stops_caller
+from stagelink.errors import ClosedError, PeerClosedError, StagelinkError
+from stagelink.links.calls import GRACE_S, give_back, mapped, raise_mapped
+from stagelink.links.completion import Completion
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
+    from stagelink.control.reader import Reader
     from stagelink.transport.contract import Link, Receiver, Sender
     from stagelink.transport.lanes import Lane
 
-__all__ = ["FOREVER", "LinkEnd", "give_back", "mapped", "raise_mapped"]
+__all__ = ["LinkEnd"]
 
 logger = logging.getLogger("stagelink")
-
-_GRACE_S = 0.2
-"""What a step of closing gets when those before it have used up the time."""
-
-FOREVER = Deadline(float("inf"))
-"""How long a worker may wait: death, abort and close end it; callers have deadlines of theirs."""
+_T = TypeVar("_T")
 
 
-class LinkEnd(ABC):
-    """What both ends share: notes, and the worker, started when there is something to finish.
+class LinkEnd(Completion[_T]):
+    """What both ends share.
 
     Args:
         link: what it connects.
-        verb: what it does: ``"send"`` or ``"recv"``.
         lane: where what is done is queued.
-        fail: called with what went wrong on the worker; raises PeerClosedError where that is none
-            of the pipeline's failures.
-        changed: called when the worker gives up.
+        fail: called with what went wrong; blocks for a moment. Raises PeerClosedError where that
+            is none of the pipeline's failures.
+        changed: called when waiting callers should look again.
 
     Attributes:
         link: as given.
-        unfinished: how many messages are on their way through this end.
-        given_up: whether the worker has ended since its peer, or this rank, closed.
-        error: what went wrong on the worker, if anything did.
-        peer_ended: whether nothing reaches the peer any more, nor comes from it.
         lane: as given.
+        error: what went wrong, if anything did.
     """
 
-    unfinished = 0
+    _DOING: ClassVar[str]
 
     def __init__(
         self,
         link: Link,
-        verb: str,
         lane: Lane,
         fail: Callable[[StagelinkError], None],
         changed: Callable[[], None],
     ) -> None:
+        super().__init__(f"{self._DOING} {link}")
         self.link = link
         self.lane = lane
-        self.peer_ended = False
+        self.error: StagelinkError | None = None
+        self._fail = fail
         self._changed = changed
         self._notes_lock = threading.RLock()
         self._held_notes: deque[tuple[bytes, Sequence[int]]] = deque()
         self._end: Sender | Receiver | None = None
-        self._lock = threading.RLock()
-        self._work = threading.Condition(self._lock)
-        self._name = f"stagelink-{verb}-{link.source}-{link.target}-{link.transport}"
-        self._fail = fail
+        self._unwatches: dict[int, Callable[[], None]] = {}
         self._stopped = False
-        self._begins: int | None = None
-        self.given_up = False
-        self.error: StagelinkError | None = None
-        self._thread: threading.Thread | None = None
+
+    def _fail_soon(self, error: BaseException) -> None:
+        """Fail the handler; returns at once, as the transport may be anywhere when it says so."""
+        failure = mapped(str(self.link), error)
+        if isinstance(failure, ClosedError | PeerClosedError):
+            self._give_up()
+            return
+        self.error = failure
+        try:
+            # Below `threading`, whose threads tell when they have begun: this must not block.
+            _thread.start_new_thread(self._fail_or_give_up, (failure,))
+        except RuntimeError:  # there is no memory for one
+            self._fail_or_give_up(failure)
+
+    def _fail_or_give_up(self, failure: StagelinkError) -> None:
+        try:
+            self._fail(failure)
+        except (ClosedError, PeerClosedError):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        # The one who closes reports what was not delivered; nobody else is harmed by it.
+        self.given_up = True
+        self._changed()
+
+    # -- what it is told
 
     def note(self, note: bytes, fds: Sequence[int]) -> None:
         """A note from the twin; held until this end is open. Runs on the reading thread."""
@@ -95,30 +98,29 @@ class LinkEnd(ABC):
             elif self._end is None:
                 self._held_notes.append((note, fds))
             else:
-                self._tell(self._end, note, fds)
+                self._give_note(self._end, note, fds)
 
-    def _tell(self, end: Sender | Receiver, note: bytes, fds: Sequence[int]) -> None:
+    def _give_note(self, end: Sender | Receiver, note: bytes, fds: Sequence[int]) -> None:
         try:
             end.on_note(note, fds)
-        except StagelinkError:
-            raise
         except Exception as error:
-            raise mapped(f"{self.link}: a note", error) from error
+            raise_mapped(f"{self.link}: a note", error)
 
     def _opened(self, end: Sender | Receiver) -> None:
         with self._notes_lock:
-            if self._stopped:  # it took longer than whoever opened it would wait
-                end.close(Deadline(_GRACE_S))
+            if self._stopped:  # it took longer than its opener would wait
+                end.close(Deadline(GRACE_S))
                 return
             self._end = end
             while self._held_notes:
-                self._tell(end, *self._held_notes.popleft())
+                self._give_note(end, *self._held_notes.popleft())
 
     def abort(self, cause: StagelinkError) -> None:
-        """Wake the worker, wherever it is: the handler failed, or the peer has gone for good.
+        """Give up what is on its way: the handler failed, or the peer has gone for good.
 
         Returns at once. What the transport raises is logged: there is an error already.
         """
+        self.given_up = True
         with self._notes_lock:
             end = self._end
         if end is not None:
@@ -127,24 +129,28 @@ class LinkEnd(ABC):
             except Exception as error:
                 logger.warning("%s: aborting it: %s: %s", self.link, type(error).__name__, error)
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is being finished: what is unfinished will not be; never blocks."""
-        try:  # from before it has the lock: a signal handler may raise as soon as it has
-            # Else somebody is at it, perhaps between one message and the next.
-            mine = self._lock.acquire(blocking=False)
-            return mine and (self.given_up or not self._has_work())
-        finally:
-            try:  # nor may one raise between here and the release
-                self._lock.release()
-            except RuntimeError as error:  # it is not this thread's
-                if stops_caller(error):
-                    raise
+    def watch(
+        self, reader: Reader, fd: int, action: Callable[[], bool], *, writable: bool
+    ) -> None:
+        """Have a descriptor of the transport's watched, until `unwatch` or `close`.
 
-    @property
-    def begins_here(self) -> bool:
-        """Whether this thread is in a ``begin`` of the transport's, which must not wait."""
-        return self._begins == threading.get_ident()
+        Raises:
+            ClosedError: this end is being closed.
+            OSError: it is no descriptor that can be watched.
+        """
+        with self._notes_lock:
+            self.check_open()
+            watch = reader.watch(fd, action, self._fail_soon, writable=writable)
+            replaced = self._unwatches.pop(fd, None)
+            self._unwatches[fd] = partial(reader.unwatch, watch)
+        if replaced is not None:
+            replaced()
+
+    def unwatch(self, fd: int) -> None:
+        """End a `watch`; idempotent. Waits for an action that runs on another thread."""
+        unwatch = self._unwatches.pop(fd, None)
+        if unwatch is not None:
+            unwatch()
 
     def check_open(self) -> None:
         """Raise if this end is being closed, so that nothing may be waited for on it.
@@ -156,126 +162,16 @@ class LinkEnd(ABC):
             raise ClosedError(f"{self.link} is being closed")
 
     def close(self, deadline: Deadline) -> None:
-        """End the worker and give the transport's end back; what is unfinished stays so."""
-        with self._lock:
-            self._stopped = True
-            self._work.notify()
+        """Give the transport's end back; what is unfinished stays so."""
+        with self._lock:  # a ``begin`` has returned, and none comes any more
+            self._stopped = self.given_up = True
         with self._notes_lock:
             while self._held_notes:
                 close_all(self._held_notes.popleft()[1])
-        if self._has_work():
+        for fd in tuple(self._unwatches):
+            self.unwatch(fd)
+        self._changed()  # a thread of the transport's that waits by its port
+        if self._begun:
             self.abort(ClosedError(f"{self.link} is being closed"))
-        if self._thread is not None:
-            self._thread.join(max(deadline.remaining_s, _GRACE_S))
-        if self._end is not None and not (self._thread and self._thread.is_alive()):
+        if self._end is not None:
             give_back(str(self.link), self._end.close, deadline, self.lane)
-
-    @abstractmethod
-    def _has_work(self) -> bool:
-        """Whether something has begun; asked with the lock held."""
-
-    @abstractmethod
-    def _finish_head(self) -> None:
-        """Finish the oldest; called without the lock."""
-
-    def _call_worker(self) -> None:
-        """Wake the worker, with the lock held."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._work.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                while not self._stopped and not self._has_work():
-                    self._work.wait()
-                if self._stopped:
-                    return
-            try:
-                self._finish_or_fail()
-            except (ClosedError, PeerClosedError):
-                # The one who closes reports what was not delivered; nobody else is harmed by it.
-                with self._lock:
-                    self.given_up = True
-                self._changed()
-                return
-
-    def _finish_or_fail(self) -> None:
-        try:
-            self._finish_head()
-        except (ClosedError, PeerClosedError):
-            raise
-        except BaseException as error:  # SystemExit as well: else its messages would just stay
-            self.error = mapped(str(self.link), error)
-            self._fail(self.error)
-            raise ClosedError(f"{self.link} has failed") from error
-
-
-def give_back(
-    what: str, close: Callable[[Deadline], None], deadline: Deadline, lane: Lane | None = None
-) -> None:
-    """Call a ``close`` of a transport's, on a thread that is left behind where it does not return.
-
-    Args:
-        what: is closed.
-        close: the call.
-        deadline: for it; a moment is left where it has passed.
-        lane: current on the thread; None: the caller's device is.
-
-    Raises:
-        TransportError: it did not return, or raised; see `mapped`.
-    """
-    errors: list[BaseException] = []
-    here = _device_here() if lane is None else lane.entered
-    taken, done = threading.Lock(), threading.Event()
-
-    def call() -> None:
-        if not taken.acquire(blocking=False):
-            return
-        try:
-            with here():
-                close(deadline)
-        except BaseException as error:  # for the one who waits
-            errors.append(error)
-        done.set()
-
-    try:
-        # Below `threading`, whose `start` waits for a sign of a thread that may never begin: where
-        # memory is short, or the interpreter ends, it is called here.
-        _thread.start_new_thread(call, ())
-        done.wait(_GRACE_S)
-    except (RuntimeError, MemoryError) as error:
-        logger.debug("closing %s: no thread for it: %s", what, error)
-    call()
-    if not done.wait(max(deadline.remaining_s, _GRACE_S) + _GRACE_S):
-        raise TransportError(f"closing {what}: it has not returned by its deadline")
-    if errors:
-        raise_mapped(f"closing {what}", errors[0])
-
-
-def _device_here() -> Callable[[], AbstractContextManager[object]]:
-    """The caller's CUDA device as a context for another thread, where CUDA is in use."""
-    if not torch.cuda.is_initialized():
-        return nullcontext
-    return partial(torch.cuda.device, torch.cuda.current_device())
-
-
-def raise_mapped(what: str, error: BaseException) -> NoReturn:
-    """Raise `mapped`; but as it is what a signal handler raised while the transport was at work.
-
-    Raises:
-        BaseException: always.
-    """
-    if isinstance(error, StagelinkError) or stops_caller(error):
-        raise error
-    raise mapped(what, error) from error
-
-
-def mapped(what: str, error: BaseException) -> StagelinkError:
-    """A transport's exception as an error of this library's, with the exception as its cause."""
-    if isinstance(error, StagelinkError):
-        return error
-    mapped = TransportError(f"{what}: {type(error).__name__}: {error}")
-    mapped.__cause__ = error
-    return mapped

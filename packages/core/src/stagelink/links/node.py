@@ -19,7 +19,7 @@ from stagelink.control.plane import Plane
 from stagelink.deadline import Deadline
 from stagelink.errors import AbortedError, DisagreementError, StagelinkError
 from stagelink.links.agreement import Agreement
-from stagelink.links.link_end import give_back
+from stagelink.links.calls import give_back
 from stagelink.links.topology import neighbours
 from stagelink.links.watch import AbortWatch
 from stagelink.links.wiring import Wiring

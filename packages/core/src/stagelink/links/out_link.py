@@ -1,4 +1,4 @@
-"""The sending end of one link: who begins when, who finishes, and who copies.
+"""The sending end of one link: which message begins when, and when it is copied.
 
 One lock makes the order of ``begin`` the order of the headers on the wire. A message that finds
 others queued queues behind them, it never begins past them.
@@ -9,19 +9,20 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from stagelink.errors import PeerClosedError, StagelinkError, TransportError
-from stagelink.links.link_end import FOREVER, LinkEnd, raise_mapped
-from stagelink.transport.contract import Link, Message, Pending, Ready
-from stagelink.transport.interrupts import stops_caller
+from stagelink.errors import TransportError
+from stagelink.links.calls import raise_mapped
+from stagelink.links.completion import Begun
+from stagelink.links.link_end import LinkEnd
+from stagelink.transport.contract import Message
 
 if TYPE_CHECKING:
-    from stagelink.transport.contract import Capabilities, Sender
+    from stagelink.errors import PeerClosedError, StagelinkError
+    from stagelink.transport.contract import Capabilities, Link, Sender
     from stagelink.transport.header import Header
     from stagelink.transport.lanes import Lane, Moment
 
@@ -57,12 +58,7 @@ class SendJob:
         self.moment: Moment | None = None
 
 
-class _Begun(NamedTuple):
-    pending: Pending
-    job: SendJob
-
-
-class OutLink(LinkEnd):
+class OutLink(LinkEnd[SendJob]):
     """The sending end of one link.
 
     Args:
@@ -77,6 +73,8 @@ class OutLink(LinkEnd):
         unfinished: how many messages are queued or under way.
     """
 
+    _DOING = "sending on"
+
     def __init__(
         self,
         link: Link,
@@ -86,24 +84,18 @@ class OutLink(LinkEnd):
         changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
-        super().__init__(link, "send", lane, fail, changed)
+        super().__init__(link, lane, fail, changed)
         self._sender: Sender | None = None
         self._capabilities = capabilities
         self._announce = announce
-        self._telling = threading.Lock()
-        self._finishing: int | None = None
-        self._told_meanwhile: deque[None] = deque()
         self._room_meanwhile = False
         self._queue: deque[SendJob | Callable[[], None]] = deque()
-        self._begun: deque[_Begun] = deque()
 
     def opened(self, sender: Sender) -> None:
         """The transport's end is there: begin what was queued for it."""
         self._opened(sender)
-        with self._lock:
-            self._sender = sender
-            self._pump()
-        self._catch_up()
+        self._sender = sender
+        self.room()
 
     def submit(self, job: SendJob, *, copy: bool) -> None:
         """Begin a message now or as soon as there is room; waits for nobody.
@@ -124,39 +116,45 @@ class OutLink(LinkEnd):
                 if copy and self._capabilities.copies_on_begin:
                     self.detach(job, copy=True)
                 self._queue.append(job)
-        self._catch_up()
+            done = self._pump() if self._told else []
+        self._tell(done)
+        if self._told:
+            self._catch_up()
 
     def when_announced(self, action: Callable[[], None]) -> None:
         """Run ``action`` once all that was submitted so far is announced; perhaps at once."""
         with self._lock:
-            if self._queue or not self._all_announced:
+            waits = bool(self._queue) or not self._all_announced
+            if waits:
                 self._queue.append(action)
-                return
-        action()
+        if not waits:
+            action()
+        if self._told:
+            self._catch_up()
 
     @property
     def _all_announced(self) -> bool:
-        return all(begun.job.announced for begun in self._begun)
+        return all(begun.message.announced for begun in self._begun)
+
+    def _announce_once(self, job: SendJob, note: bytes = b"", fds: Sequence[int] = ()) -> None:
+        if job.announced:
+            raise TransportError(f"{self._name}: a message is announced twice")
+        self._announce(job.header, note, fds)
+        job.announced = True
+        if self._queue and not self.begins_here:
+            self.told(None)
 
     def room(self) -> None:
-        """The transport has room again, or the one before has finished: begin what is queued."""
-        if self.begins_here:  # out of its own begin, which has the lock
+        """The transport has room again: begin what is queued."""
+        if self.begins_here:  # out of its own begin
             self._room_meanwhile = True
-            return
-        try:
-            with self._lock:
-                self._pump()
-            self._catch_up()
-        except StagelinkError as error:
-            if stops_caller(error):
-                raise
-            with suppress(PeerClosedError):
-                self._fail(error)
+        else:
+            self.told(None)
 
     def end_peer(self, cause: PeerClosedError) -> None:
         """The peer has gone for good: what is unfinished stays so. Returns at once."""
         with self._lock:
-            self.peer_ended = True
+            self.given_up = True
             under_way = bool(self._begun)
         if under_way:
             self.abort(cause)
@@ -173,131 +171,73 @@ class OutLink(LinkEnd):
                 job.payload = self.lane.kept(job.payload)
             job.moment = self.lane.callers_moment()
 
-    def _pump(self) -> None:
+    def _pump(self) -> list[SendJob]:
+        done = self._take_told()
         while self._queue:
             item = self._queue[0]
             if isinstance(item, SendJob):
                 if not self._begin(item):
-                    return
+                    break
                 self._queue.popleft()
+                done += self._take_told()
             elif self._all_announced:
                 self._queue.popleft()
                 item()
-            else:  # what has begun announces itself in its finish
-                return
+            else:
+                break
+        return done
 
     def _begin(self, job: SendJob) -> bool:
-        if self._sender is None or not isinstance(job.payload, torch.Tensor) or self.peer_ended:
+        sender = self._sender
+        if sender is None or not isinstance(job.payload, torch.Tensor) or self.given_up:
             return False
         if len(self._begun) >= self._capabilities.in_flight:
             return False
-        pending = self._ask_to_begin(self._sender, job, job.payload)
-        if pending is None:
+        if self._beginning is not None:  # in a ``begin`` that has led here
+            self._told.append((None, None, None))
             return False
-        if isinstance(pending, Ready):
-            self._done(job)
-        else:
-            self._begun.append(_Begun(pending, job))
-            if not self._sender.tells_sent:
-                self._call_worker()
-        return True
-
-    def _ask_to_begin(self, sender: Sender, job: SendJob, payload: torch.Tensor) -> Pending | None:
-        message = Message(job.header, payload)
-        announce = partial(self._announce_once, job)
         for _ in range(_MOST_ASKED):
             self._room_meanwhile = False
-            self._begins = threading.get_ident()
-            try:
-                with self.lane.entered(job.moment):
-                    pending: object = sender.begin(message, announce)
-            except Exception as error:
-                raise_mapped(f"sending on {self.link}", error)
-            finally:
-                self._begins = None
-            if pending is None and not job.announced and self._room_meanwhile:
-                continue  # it made room itself
-            if pending is None and not job.announced:
-                return None
-            if isinstance(pending, Pending) and (job.announced or not isinstance(pending, Ready)):
-                return pending
-            raise TransportError(f"sending on {self.link}: {_misbegun(job, pending)}")
+            if self._ask_to_begin(sender, job, job.payload):
+                return True
+            if not self._room_meanwhile:
+                return False
         raise TransportError(
-            f"sending on {self.link}: its begin finds no room, and says by port.room() that there "
-            f"is, {_MOST_ASKED} times in turn"
+            f"{self._name}: its begin finds no room, and says by port.room() that there is, "
+            f"{_MOST_ASKED} times in turn"
         )
 
-    def _announce_once(self, job: SendJob, note: bytes = b"", fds: Sequence[int] = ()) -> None:
-        if job.announced:
-            raise TransportError(f"sending on {self.link}: a message is announced twice")
-        self._announce(job.header, note, fds)
-        job.announced = True
-
-    def _done(self, job: SendJob) -> None:
-        job.payload = None
-        job.finished = True
-        self.unfinished -= 1
-        self._changed()
-
-    def _has_work(self) -> bool:
-        return bool(self._begun)
-
-    @property
-    def idle(self) -> bool:
-        """As `LinkEnd.idle`; where the transport tells what is sent, nobody is waiting for it."""
-        return (self._sender is not None and self._sender.tells_sent) or super().idle
-
-    def finish_oldest(self) -> None:
-        """Finish the oldest message on this thread, where the transport says that it may.
-
-        Raises:
-            StagelinkError: the transport failed.
-        """
-        if self._sender is not None and not self._sender.tells_sent:
-            raise TransportError(f"{self.link}: port.sent() of a Sender without tells_sent")
-        if self.begins_here or self._finishing == threading.get_ident():
-            self._told_meanwhile.append(None)  # `_catch_up` has it done, without the locks
-            return
-        with self._telling:
-            with self._lock:  # the peer may have answered before ``begin`` has returned here
-                begun = bool(self._begun) and not (self._stopped or self.peer_ended)
-            if begun:
-                self._finishing = threading.get_ident()
-                try:
-                    self._finish_head()
-                finally:
-                    self._finishing = None
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Finish what the transport has told of out of a call of core's own."""
-        while self._told_meanwhile:
-            self._told_meanwhile.popleft()
-            self.finish_oldest()
-
-    def _finish_head(self) -> None:
-        pending, job = self._begun[0]
+    def _ask_to_begin(self, sender: Sender, job: SendJob, payload: torch.Tensor) -> bool:
+        begun, message = Begun(self, job), Message(job.header, payload)
+        self._beginning = threading.get_ident(), begun
         try:
-            with self.lane.entered():
-                pending.finish(FOREVER)
+            with self.lane.entered(job.moment):
+                taken: object = sender.begin(message, partial(self._announce_once, job), begun)
         except Exception as error:
-            raise_mapped(f"sending on {self.link}", error)
-        if self.peer_ended:  # it may have returned since it was aborted
-            raise PeerClosedError(f"{self.link}: the receiver had gone")
-        if not job.announced:
+            raise_mapped(self._name, error)
+        finally:
+            self._beginning = None
+        if taken is True:
+            self._begun.append(begun)
+            return True
+        if taken is not False:
             raise TransportError(
-                f"sending on {self.link}: a message has finished and was not announced"
+                f"{self._name}: its begin returns {taken!r}, where True or False is due"
             )
-        with self._lock:
-            self._begun.popleft()
-            self._done(job)
-            self._pump()
+        if job.announced or begun.at_once:
+            raise TransportError(
+                f"{self._name}: its begin returns False, as if there were no room, after it has "
+                + ("announced" if job.announced else "said that the message is done")
+            )
+        return False
 
+    def _take(self, message: SendJob, payload: torch.Tensor | None) -> None:
+        del payload
+        if not message.announced:
+            raise TransportError(f"{self._name}: a message is done and was not announced")
+        message.payload = None
+        message.finished = True
 
-def _misbegun(job: SendJob, pending: object) -> str:
-    """What is wrong with what a ``begin`` returned, in words."""
-    if pending is None:
-        return "its begin returns None, as if there were no room, after it has announced"
-    if not isinstance(pending, Pending):
-        return f"its begin returns {pending!r}, where a Pending or None is due"
-    return "its begin returns a message as finished that it has not announced"
+    def _tell(self, done: list[SendJob]) -> None:
+        if done:
+            self._changed()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from stagelink.deadline import Deadline
 from stagelink.errors import PeerClosedError, TransportError
 from stagelink.links.out_link import OutLink
 from stagelink.transport.header import MAX_NOTE_BYTES, Header, MessageKind
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.control.plane import Plane
-    from stagelink.deadline import Deadline
     from stagelink.links.link_end import LinkEnd
     from stagelink.links.wiring import Wiring
     from stagelink.transport.contract import Link, Port
@@ -31,7 +32,7 @@ def other_end(link: Link, rank: int) -> int:
     return link.target if link.source == rank else link.source
 
 
-def port_of(wiring: Wiring, link: Link, end: LinkEnd, number: int) -> Port:
+def port_of(wiring: Wiring, link: Link, end: LinkEnd[Any], number: int) -> Port:
     """What a transport gets with a link's end.
 
     Args:
@@ -66,7 +67,7 @@ def post_for(
 
 
 class _Port:
-    def __init__(self, wiring: Wiring, link: Link, end: LinkEnd, number: int) -> None:
+    def __init__(self, wiring: Wiring, link: Link, end: LinkEnd[Any], number: int) -> None:
         self.link = link
         self._wiring = wiring
         self._end = end
@@ -100,10 +101,6 @@ class _Port:
         if isinstance(self._end, OutLink):
             self._end.room()
 
-    def sent(self) -> None:
-        if isinstance(self._end, OutLink):
-            self._end.finish_oldest()
-
     def fail(self, error: BaseException) -> None:
         if stops_caller(error):  # which is no failure of the transport's
             raise error
@@ -112,10 +109,10 @@ class _Port:
         with suppress(PeerClosedError):  # then it is none
             self._wiring.plane.failure.blame(failure, self.peer)
 
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+    def wait(self, ready: Callable[[], bool], deadline: Deadline | None = None) -> bool:
         if self._end.begins_here:
             raise TransportError(
-                f"{self.link}: port.wait in a begin, which must not wait; return None, and call "
+                f"{self.link}: port.wait in a begin, which must not wait; return False, and call "
                 "port.room() when there is room"
             )
 
@@ -127,7 +124,13 @@ class _Port:
                 self.peer, f"an answer on {self.link}"
             )
 
-        return self._wiring.plane.wait(look, deadline, closing=True)
+        return self._wiring.plane.wait(look, deadline or Deadline(math.inf), closing=True)
+
+    def watch(self, fd: int, action: Callable[[], bool], *, writable: bool = False) -> None:
+        self._end.watch(self._wiring.plane.reader, fd, action, writable=writable)
+
+    def unwatch(self, fd: int) -> None:
+        self._end.unwatch(fd)
 
     def pause(self, seconds: float) -> None:
         # Not by reading, which counts whole milliseconds.

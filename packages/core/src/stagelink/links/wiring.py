@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stagelink.control.meeting import wait_for_ranks
 from stagelink.errors import (
@@ -82,7 +82,7 @@ class Wiring:
         self._plan = plan
         self._windows: Counter[Link] = Counter()
         self._begun_with: Sequence[int] = ()
-        self._ends: dict[Link, LinkEnd] = {}
+        self._ends: dict[Link, LinkEnd[Any]] = {}
         self._numbered: dict[int, list[Link]] = {}
         self._openers: list[threading.Thread] = []
         self._bound = Bound.of(plan.limits)
@@ -312,9 +312,6 @@ class Wiring:
         Raises:
             StagelinkError: the handler failed meanwhile.
         """
-        for end in self._ends.values():
-            if isinstance(end, InLink):
-                end.drain_for_good()
         self.plane.wait(self._drained, deadline, closing=True)
         lost = Counter(
             {link: end.unfinished for link, end in self._ends.items() if isinstance(end, OutLink)}
@@ -332,8 +329,8 @@ class Wiring:
 
     def _taken_in(self, peer: int) -> bool:
         """Whether nothing of a peer that is gone is still coming in."""
-        ends = (end for link, end in self._ends.items() if link.source == peer)
-        return all(not end.unfinished or end.idle for end in ends)
+        ends = (end for end in self._ends.values() if isinstance(end, InLink))
+        return all(not end.unfinished or end.idle for end in ends if end.link.source == peer)
 
     def close(self, deadline: Deadline) -> None:
         """Give every end back, also where one raises; what is still being opened is waited for."""

@@ -236,8 +236,16 @@ def _version_problems(cls: type[Transport]) -> list[str]:
             f"it was made for api_version {_dotted(version)}, and this stagelink has {ours} and "
             f"takes {API_VERSION[0]}.0 to {ours}; install a newer "
             f"{'release of the plugin' if older else 'stagelink'}, or a plugin that fits"
+            f"{_FROM_1 if version[0] == 1 else ''}"
         ]
     return []
+
+
+_FROM_1 = (
+    ". Its author: `begin` is given `done` and returns whether it took the message, Pending and "
+    "`finish` are gone (a wire that can only wait: stagelink.transport.blocking.Finisher); see "
+    "'From contract 1 to 2' in docs/writing-a-transport.md"
+)
 
 
 def _is_version(version: object) -> bool:

@@ -1,22 +1,28 @@
 """What a transport is: the classes that a plugin author subclasses and those that core hands in.
 
 A transport moves the bytes of messages that both ends already know. Core owns everything else:
-which message goes where, in what order, how many may be under way, who has died. For each *link*
+which message goes where, in what order, how many are in flight, who has died. For each *link*
 (an ordered pair of ranks with one transport) the sending rank opens a `Sender`, the receiving rank
 a `Receiver`; the two are twins, and talk through *notes* on core's own connection.
 
 The life of one message::
 
     sender's rank                                   receiver's rank
-    Sender.begin(message, announce) -> Pending
-      announce(note)  ── header and note ──▶        Receiver.begin(header, note, fds, accept) ->
-      Pending
-    Pending.finish(deadline)   ═══ payload ═══▶     Pending.finish(deadline) -> tensor
+    Sender.begin(message, announce, done) -> True
+      announce(note)  ── header and note ──▶        Receiver.begin(header, note, fds, accept, done)
+                      ═════ payload ═════▶            accept() -> buffer
+      done()                                          done() or done(payload)
 
-Threads: core calls ``begin`` of one link never from two threads at once, and ``finish`` in the
-order of ``begin``, once each. ``on_note`` runs on the thread that reads the control plane, or on
-the one that opened the end for notes that came before; ``abort`` on whichever thread failed. Both
-return at once and never raise.
+Completion is one call, ``done``: within ``begin`` where nothing is left to wait for, else from
+wherever the transport learns of it: a note from the twin, a descriptor that core's reader watches
+(`Port.watch`), a thread of the library's. A wire that can only block until its bytes are through
+has a `stagelink.transport.blocking.Finisher` wait for them.
+
+Threads: core calls ``begin`` of one end never from two threads at once. ``on_note`` and the
+actions of `Port.watch` run on the thread that reads the control plane, on which everybody's
+messages depend: they never wait, and take much less than a millisecond. A note that came before
+the end was open is given on the thread that opened it. ``abort`` runs on whichever thread failed;
+it returns at once and never raises.
 """
 
 # ruff: noqa: B027 - to do nothing is a fine default for notes, abort and close
@@ -26,38 +32,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from stagelink.deadline import Deadline
+from stagelink.transport.link import Capabilities, Footprint, Link, Place, Verdict
+from stagelink.transport.port import Port
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
 
     from stagelink.transport.header import Header
     from stagelink.transport.lanes import Lane
 
 __all__ = [
     "API_VERSION",
-    "FINISHED",
     "Announce",
     "Capabilities",
     "Deadline",
+    "Done",
     "Footprint",
     "Link",
     "Message",
     "NoOptions",
-    "Pending",
     "Place",
     "Port",
-    "Ready",
     "Receiver",
     "Sender",
     "Transport",
     "Verdict",
 ]
 
-API_VERSION = (1, 1)
+API_VERSION = (2, 0)
 """Major and minor version of this contract.
 
 A transport states the version it was written for. The same major and a minor not newer than core's
@@ -66,109 +71,17 @@ is accepted: minors only add.
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Yes, or no with the reason; true where it is yes.
-
-    A yes of `Transport.probe` may have a reason as well: what ``stagelink doctor`` should tell.
-    """
-
-    ok: bool
-    reason: str = ""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a transport can do, as declared by its author.
-
-    Attributes:
-        devices: kinds of device whose tensors it carries: ``"cpu"``, ``"cuda"``.
-        auto_rank: place in the order that ``auto`` tries; the highest comes first. Core's loopback
-            has 0, a network transport about 10, one within a server about 20, one within a GPU
-            server about 30.
-        same_server: needs both ends on one server.
-        distinct_processes: needs the ends in two processes.
-        same_process: needs both ends in one process.
-        in_flight: messages of one link that may have begun and not finished, on either end.
-        copies_on_begin: when ``Sender.begin`` returns a pending, the payload has been read, and
-            the caller may overwrite it; otherwise core makes the copy.
-        caller_thread: ``Receiver``'s ``finish`` wakes on abort and on signals (it waits only
-            through `Port.wait`), so core runs it in the thread that asks for the message.
-        dtypes: names of the only element types it carries; None: every one, as bytes.
-    """
-
-    devices: frozenset[str]
-    auto_rank: int
-    same_server: bool = False
-    distinct_processes: bool = False
-    same_process: bool = False
-    in_flight: int = 1
-    copies_on_begin: bool = False
-    caller_thread: bool = False
-    dtypes: frozenset[str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """An ordered pair of ranks and the transport between them.
-
-    Attributes:
-        source: the sending rank.
-        target: the receiving rank.
-        transport: the transport's name.
-        device: kind of device of the tensors on it.
-    """
-
-    source: int
-    target: int
-    transport: str
-    device: str
-
-    def __str__(self) -> str:
-        return f"{self.source}→{self.target} by {self.transport}"
-
-
-class Footprint(NamedTuple):
-    """What one link may take of a server's memory beside the tensors that it carries.
-
-    Attributes:
-        slots: messages that may be in it at once.
-        size_bytes: all of it.
-    """
-
-    slots: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one end of a link is, for `Transport.can_connect`.
-
-    Attributes:
-        rank: its rank.
-        server: equal on two ranks exactly when they are on one server.
-        process: equal on two ranks exactly when they are threads of one process.
-        description: what the rank's own `Transport.describe` said.
-    """
-
-    rank: int
-    server: str
-    process: str
-    description: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Message:
     """One message on its way out.
 
     Attributes:
         header: kind, edge, microbatch, dtype, shape and size.
-        payload: flat uint8 tensor of ``header.payload_bytes`` bytes, contiguous. Read-only for the
-            transport, valid until ``finish`` returns (with ``copies_on_begin``: until ``begin``
-            does). On a device with streams it is there for what is queued on the link's lane, and
-            ``finish`` returns when it has been read, not only when that is queued.
+        payload: flat uint8 tensor of ``header.payload_bytes`` bytes, contiguous; perhaps none.
+            Read-only for the transport, valid until the message is done (with
+            ``copies_on_begin``: until ``begin`` has returned True). On a device with streams it is
+            there for what is queued on the link's lane, and the message is done when it has been
+            read, not only when that is queued. After a failure core needs it no more: the memory
+            lives for as long as the transport references the tensor.
     """
 
     header: Header
@@ -179,7 +92,7 @@ class Announce(Protocol):
     """Tell the receiver's rank that a message is coming. Call it exactly once per message."""
 
     def __call__(self, note: bytes = b"", fds: Sequence[int] = ()) -> None:
-        """Send the header with a note of the transport's own; returns at once.
+        """Send the header with a note of the transport's own; returns at once, from any thread.
 
         Args:
             note: up to 16 MiB for the twin's `Receiver.begin`.
@@ -188,168 +101,51 @@ class Announce(Protocol):
         """
 
 
-class Port(Protocol):
-    """A link's access to core. Every method may be called from any thread."""
+class Done(Protocol):
+    """Tell core that a message is complete, or has failed: one of the two, exactly once.
 
-    link: Link
+    From any thread; returns at once. Within the message's own ``begin`` it is noted, and acted on
+    when that has returned. Later, messages of one end are done in the order of their ``begin``.
+    The next message's ``begin`` may run in this call, so hold none of your locks.
 
-    @property
-    def rank(self) -> int:
-        """This end's rank."""
-
-    @property
-    def peer(self) -> int:
-        """The other end's rank."""
-
-    @property
-    def address(self) -> str:
-        """This host's address, IPv4 or IPv6, at which the peer is known to reach it.
-
-        That of the control connection between servers, and loopback within one.
-        """
-
-    @property
-    def window(self) -> int:
-        """How many messages of the link may be under way: what its edges' windows add up to.
-
-        The most of any session so far; a session with larger windows raises it.
-        Those that have been sent and not answered yet; the receiver's user holds on to most of
-        them. A gradient is the answer to its activation, and has a place in the same window.
-        """
-
-    @property
-    def lane(self) -> Lane:
-        """The link's stream; current wherever core calls ``open_*``, ``begin`` and ``finish``."""
-
-    def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a note to the twin's ``on_note``; returns at once.
-
-        Notes and headers arrive in the order in which they were sent. What arrives before the
-        twin is open is held for it.
-        """
-
-    def room(self) -> None:
-        """Ask again the `Sender` whose ``begin`` returned None; returns at once.
-
-        Out of a ``begin`` it is asked again when that has returned.
-        """
-
-    def sent(self) -> None:
-        """The ``finish`` of the oldest message that has begun here will not block: call it now.
-
-        For a `Sender` that says ``tells_sent``; once for each message. Out of its ``begin`` or
-        ``finish`` it is done when that has returned.
-        """
-
-    def fail(self, error: BaseException) -> None:
-        """Report a failure found outside ``begin`` and ``finish``; it fails the whole handler.
-
-        A peer's death that becomes known within half a second explains it instead; so long it may
-        block, except on the reading thread.
-        """
-
-    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        """Block until ``ready()`` is true; False when the deadline passed first.
-
-        ``ready`` is asked again after every message that arrives and after every `Port.wake`; it
-        must be quick and must not block. Wakes on signals. Refused in a ``begin``.
-
-        Raises:
-            StagelinkError: the handler failed or was closed meanwhile, or the peer has gone for
-                good; a peer that only says goodbye still takes what is on its way to it.
-        """
-
-    def pause(self, seconds: float) -> None:
-        """Block for a moment: for whoever looks again and again at what can tell nobody.
-
-        Unlike `Port.wait` it reads nothing, and does not mind that the peer has closed.
-
-        Raises:
-            StagelinkError: the handler failed, or this end is being closed.
-        """
-
-    def wake(self) -> None:
-        """Have every `Port.wait` ask its condition again; returns at once."""
-
-    def call(self, action: Callable[[], None]) -> None:
-        """Have ``action()`` called soon, on the thread that reads next; returns at once.
-
-        Takes no lock: a finalizer, which may run in the middle of anything, can use it. The action
-        returns at once and never raises. It is not called any more when the handler is closed.
-        """
-
-    def store(self) -> Store:
-        """A store client that no other thread uses, under a prefix of this pair and transport.
-
-        Both links of the pair, and both ends, see the same keys. To be asked for only during
-        ``open_sender`` and ``open_receiver``, and of use until the end is closed; its calls may
-        block.
-        """
-
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Borrow a flat uint8 CPU tensor; it returns to the pool when the last view of it dies."""
-
-
-class Pending(ABC):
-    """One message that has begun and not finished."""
-
-    @abstractmethod
-    def finish(self, deadline: Deadline) -> torch.Tensor | None:
-        """Wait until the payload is through; may block.
-
-        Returns:
-            On a sender None. On a receiver None when the payload is in the accepted buffer, else a
-            flat uint8 tensor of exactly the payload's size that nobody will write again. On a
-            device with streams it is there for what is queued on the link's lane afterwards.
-
-        Raises:
-            TimeoutError: the deadline passed. Where a receiver says ``caller_thread`` it may be
-                called again, with another deadline.
-            Exception: anything else that went wrong; core reports it as a `TransportError` with
-                this as its cause, and fails the handler.
-        """
-
-
-class Ready(Pending):
-    """A message that is through already: core takes the payload at once, and waits for nobody.
-
-    Args:
-        payload: on a receiver what `Pending.finish` returns, see there.
+    A message that is done twice, out of order, before it was announced or with a payload of
+    another size fails the handler with a `stagelink.TransportError` that says so. After ``abort``
+    it does nothing.
     """
 
-    def __init__(self, payload: torch.Tensor | None = None) -> None:
-        self.payload = payload
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        """On a sender: the payload is needed no more. On a receiver: it is there.
 
-    def finish(self, deadline: Deadline) -> torch.Tensor | None:
-        """Return the payload; never blocks."""
-        del deadline
-        return self.payload
+        Args:
+            payload: for a receiver. None when the payload is in the accepted buffer, else a flat
+                uint8 tensor of exactly its size that nobody will write again. On a device with
+                streams it is there for what is queued on the link's lane from now on.
+        """
 
+    def failed(self, error: BaseException) -> None:
+        """The message will never be complete; fails the handler.
 
-FINISHED = Ready()
-"""What ``begin`` returns when nothing is left to wait for: the link then needs no worker."""
+        Args:
+            error: becomes the cause of a `stagelink.TransportError`; a peer's death that becomes
+                known within half a second explains it instead. With a `stagelink.ClosedError` or
+                `stagelink.PeerClosedError`, as `Port.wait` raises them, only this link is given
+                up.
+        """
 
 
 class Sender(ABC):
-    """The sending end of one link.
-
-    Attributes:
-        tells_sent: it calls `Port.sent` when the ``finish`` of its oldest message will not block,
-            so that no thread need wait in it.
-    """
-
-    tells_sent = False
+    """The sending end of one link."""
 
     @abstractmethod
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         """Start one message without waiting for the peer.
 
-        Calls ``announce`` once, here or in the returned pending's ``finish``, as soon as the peer
-        may start. Order of ``begin`` is the order in which the peer sees the headers.
+        Call ``announce`` once, here or later and before ``done``, as soon as the peer may start.
+        Order of ``begin`` is the order in which the peer is to see the headers.
 
         Returns:
-            The pending; `FINISHED` when nothing is left to do; None when there is no room now.
-            After None nothing may have been announced, and core asks again after `Port.room`.
+            True where the message is taken. False where there is no room now: then nothing has
+            been announced nor done, and core asks again after `Port.room`.
         """
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
@@ -359,19 +155,25 @@ class Sender(ABC):
         """
 
     def abort(self, cause: BaseException) -> None:
-        """Make every blocked ``finish`` return or raise: the handler failed. Returns at once.
+        """Give up what has begun, and make whatever of yours waits return. Returns at once.
 
-        Or, with a `stagelink.PeerClosedError` as its cause, the receiver has closed for good, and
-        only this link is given up: whatever its ``finish`` does then, nothing counts as delivered.
+        The handler failed; or, with a `stagelink.PeerClosedError` as the cause, the receiver has
+        closed for good and only this link is given up; or, with a `stagelink.ClosedError`, this
+        end is being closed. No ``done`` is taken from now on, nothing counts as delivered any
+        more.
 
         The peer need not see it: core tells it, and aborts its end. But where it does, as the end
         of a stream say, that must not pass for the end of a message.
         """
 
     def close(self, deadline: Deadline) -> None:
-        """Give back what ``open_sender`` took. No message is under way any more.
+        """Give back what ``open_sender`` took.
 
-        On a thread of its own, which is left behind where this does not return by the deadline.
+        No ``begin``, ``on_note`` or action of this end is running or will run. What it gave to a
+        library of its own, a message's payload say, it keeps until the library is done with it.
+
+        Runs on a thread of its own, which is left behind where this does not return by the
+        deadline.
         """
 
 
@@ -385,12 +187,26 @@ class Receiver(ABC):
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
-        """Start receiving a message whose header is in, whether or not the user has asked for it.
+        done: Done,
+    ) -> None:
+        """Start to receive one message, whether its receiver has asked for it or not.
 
-        Must not block; returns a `Ready` where the payload is here already. ``accept()`` lends a
-        flat uint8 buffer of exactly ``header.payload_bytes`` bytes for the payload; a transport
-        that has memory of its own need not call it. The descriptors are this object's to close.
+        Runs on the reading thread, or on one that called ``done``: it does not wait. It is called
+        in the order of the sender's announcements.
+
+        Args:
+            header: as the sender's message has it.
+            note: as it was announced.
+            fds: as announced; this object's to close.
+            accept: lends a flat uint8 tensor of the payload's size, on the link's device, to be
+                written on its lane; a transport that has memory of its own need not call it. To
+                be called once at most, before ``done``. The memory lives for as long as the
+                transport references it, also after ``abort``.
+            done: to be called when the payload is there.
+
+        Raises:
+            Exception: core reports it as a `stagelink.TransportError` with this as its cause, and
+                fails the handler.
         """
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
@@ -400,7 +216,7 @@ class Receiver(ABC):
         """As `Sender.abort`."""
 
     def close(self, deadline: Deadline) -> None:
-        """Give back what ``open_receiver`` took. No message is under way any more."""
+        """Give back what ``open_receiver`` took; as `Sender.close`."""
 
 
 @dataclass(frozen=True, slots=True)

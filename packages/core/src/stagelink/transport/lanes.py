@@ -22,13 +22,7 @@ from stagelink.transport.modes import outside_modes
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from stagelink.deadline import Deadline
-    from stagelink.transport.contract import Port
-
-__all__ = ["CudaLane", "HostLane", "Lane", "Moment", "device_here", "reach"]
-
-_SHORTEST_LOOK_S = 10e-6
-_LONGEST_LOOK_S = 1e-3
+__all__ = ["CudaLane", "HostLane", "Lane", "Moment", "device_here"]
 
 
 class Moment(ABC):
@@ -96,23 +90,6 @@ def device_here(kind: str) -> torch.device:
     if kind != "cuda":
         return torch.device(kind)
     return torch.device(kind, torch.cuda.current_device())
-
-
-def reach(moment: Moment | None, port: Port, deadline: Deadline) -> None:
-    """Wait until a moment is reached; unlike the device's own waits this ends on abort.
-
-    Raises:
-        TimeoutError: the deadline passed.
-        StagelinkError: the handler failed or was closed.
-    """
-    look_s = _SHORTEST_LOOK_S
-    while moment is not None and not moment.reached:
-        if deadline.passed:
-            raise TimeoutError(
-                f"{port.link}: the device did not finish within {deadline.seconds:g} s"
-            )
-        port.pause(look_s)
-        look_s = min(2 * look_s, _LONGEST_LOOK_S)
 
 
 class HostLane(Lane):

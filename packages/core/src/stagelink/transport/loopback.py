@@ -1,9 +1,7 @@
 """Core's own transport: between ranks that are threads of one process.
 
-It makes a whole pipeline debuggable in one process and is the oracle of the tests. With
-``rendezvous = true`` a send never completes locally: its bytes stay with the sender until the
-receiver has taken them, as on a wire without buffers, which brings out mistakes of order that
-buffering hides.
+It makes a whole pipeline debuggable in one process and is the oracle of the tests. A message is
+handed over in ``begin``, on both sides: nothing is left to wait for.
 """
 
 from __future__ import annotations
@@ -11,18 +9,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakValueDictionary
 
 from stagelink.transport.contract import (
     API_VERSION,
-    FINISHED,
     Announce,
     Capabilities,
+    Done,
     Link,
     Message,
-    Pending,
+    NoOptions,
     Port,
     Receiver,
     Sender,
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
     from stagelink.deadline import Deadline
     from stagelink.transport.header import Header
 
-__all__ = ["Loopback", "LoopbackOptions"]
+__all__ = ["Loopback"]
 
 
 class _Mailbox:
@@ -75,17 +72,6 @@ _mailboxes: WeakValueDictionary[bytes, _Mailbox] = WeakValueDictionary()
 _names = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
-class LoopbackOptions:
-    """Options in ``[transports.loopback]``.
-
-    Attributes:
-        rendezvous: a send is done only when the receiver has copied its bytes.
-    """
-
-    rendezvous: bool = False
-
-
 class Loopback(Transport):
     """Hands tensors over within the process."""
 
@@ -98,12 +84,10 @@ class Loopback(Transport):
         same_process=True,
         in_flight=4,
         copies_on_begin=True,
-        caller_thread=True,
     )
-    Options: ClassVar[type[Any]] = LoopbackOptions
 
     @classmethod
-    def probe(cls, options: LoopbackOptions) -> Verdict:
+    def probe(cls, options: NoOptions) -> Verdict:
         """Always usable."""
         del options
         return Verdict(True)
@@ -111,7 +95,7 @@ class Loopback(Transport):
     def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
         """Needs no peer."""
         del link, deadline
-        return _Sender(port, rendezvous=self.options.rendezvous)
+        return _Sender(port)
 
     def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
         """Needs no peer."""
@@ -120,37 +104,26 @@ class Loopback(Transport):
 
 
 class _Sender(Sender):
-    def __init__(self, port: Port, *, rendezvous: bool) -> None:
+    def __init__(self, port: Port) -> None:
         self._port = port
-        self._rendezvous = rendezvous
         self._mailbox: _Mailbox | None = None
-        self._begun = 0
-        self._taken = 0
 
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         if self._mailbox is None:
-            return None  # the receiver's note has not come yet
+            return False  # the receiver's note has not come yet
         self._mailbox.put(message.payload.clone())
-        self._begun += 1
         announce()
-        return _Handover(self, self._begun) if self._rendezvous else FINISHED
+        done()
+        return True
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        """The first is the mailbox's name; each that follows says that a message was taken."""
+        """The mailbox's name."""
         del fds
-        if self._mailbox is None:
-            self._mailbox = _mailboxes.get(note)
-            if self._mailbox is None:  # the receiver has closed already
-                self._mailbox = _Mailbox()
-                self._mailbox.close()
-            self._port.room()
-        else:
-            self._taken += 1
-            self._port.wake()
-
-    def wait_taken(self, count: int, deadline: Deadline) -> None:
-        if not self._port.wait(lambda: self._taken >= count, deadline):
-            raise TimeoutError(f"the peer did not take the message within {deadline.seconds} s")
+        self._mailbox = _mailboxes.get(note)
+        if self._mailbox is None:  # the receiver has closed already
+            self._mailbox = _Mailbox()
+            self._mailbox.close()
+        self._port.room()
 
     def abort(self, cause: BaseException) -> None:
         # Not on close: a peer that is slow to read still finds what was sent to it.
@@ -159,18 +132,8 @@ class _Sender(Sender):
             self._mailbox.close()
 
 
-class _Handover(Pending):
-    def __init__(self, sender: _Sender, count: int) -> None:
-        self._sender = sender
-        self._count = count
-
-    def finish(self, deadline: Deadline) -> None:
-        self._sender.wait_taken(self._count, deadline)
-
-
 class _Receiver(Receiver):
     def __init__(self, port: Port) -> None:
-        self._port = port
         self._mailbox = _Mailbox()
         name = b"%d" % next(_names)
         _mailboxes[name] = self._mailbox
@@ -182,9 +145,14 @@ class _Receiver(Receiver):
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
+        done: Done,
+    ) -> None:
         del header, note, fds, accept  # the sender's copy becomes the receiver's tensor
-        return _Taking(self._port, self._mailbox.take())
+        payload = self._mailbox.take()
+        if payload is None:
+            done.failed(ConnectionError("the sender has given the message up"))
+        else:
+            done(payload)
 
     def abort(self, cause: BaseException) -> None:
         del cause
@@ -193,19 +161,6 @@ class _Receiver(Receiver):
     def close(self, deadline: Deadline) -> None:
         del deadline
         self._mailbox.close()
-
-
-class _Taking(Pending):
-    def __init__(self, port: Port, payload: torch.Tensor | None) -> None:
-        self._port = port
-        self._payload = payload
-
-    def finish(self, deadline: Deadline) -> torch.Tensor:
-        del deadline
-        if self._payload is None:
-            raise ConnectionError("the sender has given the message up")
-        self._port.note(b"")
-        return self._payload
 
 
 @hookimpl

@@ -19,7 +19,6 @@ from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.collectives import recorded, untraced
 from stagelink.links.arrival import Arrival
-from stagelink.links.driving import wait_driving
 from stagelink.links.in_link import InLink
 from stagelink.links.out_link import OutLink, SendJob
 from stagelink.plan.dtypes import DType
@@ -209,7 +208,7 @@ class SendWork(_MessageWork):
             return
         job, link = self._way
         peer, plane = link.link.target, self._mesh.plane
-        if link.idle and not job.finished:
+        if not job.finished:
             plane.goodbyes.check_reached(peer, "room for a message")
 
 
@@ -341,15 +340,8 @@ class RecvWork(_MessageWork):
 
     @untraced
     def is_completed(self) -> bool:
-        """As of any work; where a caller is to finish what has come, a worker does."""
-        if not self._over and self._link is not None and self._link.drivable:
-            self._link.drain()
+        """As of any work; and the payload is there."""
         return super().is_completed() and (self._moment is None or self._moment.reached)
-
-    def _wait(self, deadline: Deadline) -> bool:
-        if self._link is None:
-            return super()._wait(deadline)
-        return wait_driving(self._mesh.plane, self._link, self._look, deadline, self._awaited())
 
     def _awaited(self) -> Awaited | None:
         if self._link is None:

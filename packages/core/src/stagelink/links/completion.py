@@ -1,0 +1,182 @@
+"""What a transport says of its messages: that they are done, or that there is room for more.
+
+It says so on any thread, and perhaps with something of its own locked. So what it says is noted
+first, and acted on by one thread at a time: the one that has the lock, which also orders
+``begin``, looks at what was noted when it lets go.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from stagelink.errors import ClosedError, PeerClosedError, TransportError
+from stagelink.links.calls import mapped
+from stagelink.transport.interrupts import stops_caller
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Begun", "Completion"]
+
+
+_T = TypeVar("_T")
+
+
+class Begun(Generic[_T]):
+    """A message that a transport is given to begin, and the `Done` that it is given with it.
+
+    Args:
+        end: the link's end here.
+        message: what it is to that.
+
+    Attributes:
+        message: as given.
+        at_once: whether it was done within its own ``begin``.
+    """
+
+    __slots__ = ("_end", "at_once", "message")
+
+    def __init__(self, end: Completion[_T], message: _T) -> None:
+        self._end = end
+        self.message = message
+        self.at_once = False
+
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        """See `stagelink.transport.contract.Done`."""
+        self._end.told(self, payload)
+
+    def failed(self, error: BaseException) -> None:
+        """See `stagelink.transport.contract.Done`."""
+        here = threading.current_thread() is threading.main_thread()
+        if here and stops_caller(error):  # which is no failure of the transport's
+            raise error
+        self._end.told(self, None, error)
+
+
+class Completion(ABC, Generic[_T]):
+    """The messages that a transport has begun at one end of a link, and is not done with.
+
+    Args:
+        name: what the end does on which link, for errors.
+
+    Attributes:
+        unfinished: how many messages are on their way through this end.
+        given_up: whether none of them will be done any more: the peer or this rank has closed, or
+            the handler failed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.unfinished = 0
+        self.given_up = False
+        self._name = name
+        self._lock = threading.RLock()
+        self._told: deque[tuple[Begun[_T] | None, Any, BaseException | None]] = deque()
+        self._beginning: tuple[int, Begun[_T]] | None = None
+        self._begun: deque[Begun[_T]] = deque()
+
+    def told(
+        self,
+        begun: Begun[_T] | None,
+        payload: torch.Tensor | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """The transport says something; returns at once, and begins what can begin now.
+
+        Args:
+            begun: the message that is done; None: perhaps there is room.
+            payload: what the transport gave with it.
+            error: why it failed.
+        """
+        beginning = self._beginning
+        self._told.append((begun, payload, error))
+        if beginning is None or beginning[0] != threading.get_ident():
+            self._catch_up()
+        elif begun is beginning[1]:
+            beginning[1].at_once = True
+
+    @property
+    def begins_here(self) -> bool:
+        """Whether this thread is in a ``begin`` of the transport's, which must not wait."""
+        beginning = self._beginning
+        return beginning is not None and beginning[0] == threading.get_ident()
+
+    def _catch_up(self) -> None:
+        """Act on what was told, unless another thread is at it, which then looks once more."""
+        try:
+            while self._told:
+                done = self._try_pump()
+                if done is None:
+                    return
+                self._tell(done)
+        except Exception as error:
+            if stops_caller(error):
+                raise
+            self._fail_soon(error)
+
+    def _try_pump(self) -> list[_T] | None:
+        try:  # from before it has the lock: a signal handler may raise as soon as it has
+            return self._pump() if self._lock.acquire(blocking=False) else None
+        finally:
+            try:  # nor may one raise between here and the release
+                self._lock.release()
+            except RuntimeError as error:  # it is not this thread's
+                if stops_caller(error):
+                    raise
+
+    @abstractmethod
+    def _pump(self) -> list[_T]:
+        """With the lock: take what is done, and begin what can begin; what to `_tell` of."""
+
+    @abstractmethod
+    def _tell(self, done: list[_T]) -> None:
+        """Without the lock: these are done."""
+
+    def _take_told(self) -> list[_T]:
+        """With the lock: finish what the transport has said is done, and return that.
+
+        Raises:
+            StagelinkError: a message has failed, or what was said of it cannot be.
+        """
+        done: list[_T] = []
+        while self._told:
+            begun, payload, error = self._told.popleft()
+            if begun is None or self.given_up:
+                continue
+            if isinstance(error, ClosedError | PeerClosedError):
+                self._give_up()
+                continue
+            if error is not None:
+                raise mapped(self._name, error)
+            self._check_order(begun)
+            self._take(begun.message, payload)
+            self._begun.remove(begun)
+            self.unfinished -= 1
+            done.append(begun.message)
+        return done
+
+    def _check_order(self, begun: Begun[_T]) -> None:
+        if begun not in self._begun:
+            raise TransportError(f"{self._name}: a message is done twice")
+        if begun is not self._begun[0] and not begun.at_once:
+            raise TransportError(
+                f"{self._name}: a message is done before the one that has begun before it"
+            )
+
+    @abstractmethod
+    def _take(self, message: _T, payload: torch.Tensor | None) -> None:
+        """With the lock: a message is done.
+
+        Raises:
+            TransportError: it cannot be.
+        """
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """A message has failed because an end is closed: only this link is given up."""
+
+    @abstractmethod
+    def _fail_soon(self, error: BaseException) -> None:
+        """Fail the handler; returns at once, as the transport may be anywhere when it says so."""
