@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,6 +19,8 @@ from stagelink.transport.lanes import HostLane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from stagelink.control.watches import Watch
 
 SOON = 20.0
 
@@ -87,6 +90,28 @@ def test_to_unwatch_is_idempotent(reader: Reader, ready: int) -> None:
     one.watch(ready, one.action("called"))
     for _ in range(2):
         one.link.unwatch(ready)
+    reader.call(lambda: None)
+    assert one.turns(1) == []
+    one.link.close(Deadline(SOON))
+
+
+def test_an_action_may_unwatch_before_the_call_that_watches_has_returned(
+    reader: Reader, ready: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs on another thread, as soon as the reader knows of it."""
+    one = Watching(reader)
+    begin = reader.watch
+    acting = threading.Thread(target=lambda: one.link.unwatch(ready))
+
+    def watch(*args: Any, **how: Any) -> Watch:
+        watch = begin(*args, **how)
+        acting.start()
+        acting.join(0.05)
+        return watch
+
+    monkeypatch.setattr(reader, "watch", watch)
+    one.watch(ready, one.action("called"))
+    acting.join(SOON)
     reader.call(lambda: None)
     assert one.turns(1) == []
     one.link.close(Deadline(SOON))

@@ -148,7 +148,8 @@ class LinkEnd(Completion[_T]):
 
     def unwatch(self, fd: int) -> None:
         """End a `watch`; idempotent. Waits for an action that runs on another thread."""
-        unwatch = self._unwatches.pop(fd, None)
+        with self._notes_lock:  # `watch` may have begun, and not have come as far as to note it
+            unwatch = self._unwatches.pop(fd, None)
         if unwatch is not None:
             unwatch()
 
