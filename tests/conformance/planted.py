@@ -6,11 +6,14 @@ import os
 import tempfile
 import threading
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.conformance.blocking_tcp import BlockingTcp, Receiver, Sender
+from stagelink.testing.wrapping import WrappedDone
+from tests.conformance.blocking_tcp import TOKEN_BYTES, BlockingTcp, Receiver, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,12 +66,11 @@ class SwapsTwo(BlockingTcp):
     sender = SwappingSender
 
 
-class Changed:
+class Changed(WrappedDone):
     """A receive's `Done` that is told of another payload."""
 
     def __init__(self, done: Done, change: Callable[[], torch.Tensor]) -> None:
-        self.failed = done.failed
-        self.done = done
+        super().__init__(done)
         self.change = change
 
     def __call__(self, payload: torch.Tensor | None = None) -> None:
@@ -278,9 +280,11 @@ class HalfDuplexSender(Sender):
         self.sent = 0
 
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
-        taken = super().begin(message, announce, done)
-        self.transport.sending += taken
-        return taken
+        def announce_to_send(note: bytes = b"", fds: Sequence[int] = ()) -> None:
+            self.transport.sending += 1
+            announce(note, fds)
+
+        return super().begin(message, announce_to_send, done)
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         if note:
@@ -318,3 +322,130 @@ class HastyReceiver(Receiver):
 class WaitsForNobody(BlockingTcp):
     name = "waits-for-nobody"
     receiver = HastyReceiver
+
+
+class ReadingReceiver(Receiver):
+    def begin(
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+        done: Done,
+    ) -> None:
+        self.receive(accept().numpy().data)
+        done()
+
+
+class WaitsInBegin(BlockingTcp):
+    name = "waits-in-begin"
+    receiver = ReadingReceiver
+
+
+class Unsaid(WrappedDone):
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        pass
+
+
+class EagerReceiver(Receiver):
+    def begin(
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+        done: Done,
+    ) -> None:
+        view = accept().fill_(7).numpy().data
+        self._finisher.submit(partial(self.receive, view), Unsaid(done))
+        done()
+
+
+class DoneTooSoon(BlockingTcp):
+    name = "done-too-soon"
+    receiver = EagerReceiver
+
+
+class Twice(WrappedDone):
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        self.done(payload)
+        self.done(payload)
+
+
+class RepeatingSender(Sender):
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        return super().begin(message, announce, Twice(done))
+
+
+class DoneTwice(BlockingTcp):
+    name = "done-twice"
+    sender = RepeatingSender
+
+
+class OvertakingSender(Sender):
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        self.waiting: list[Done] = []
+
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        return super().begin(message, announce, Overtaking(done, self.waiting))
+
+
+class Overtaking(WrappedDone):
+    """Two messages at a time, the later one first."""
+
+    def __init__(self, done: Done, waiting: list[Done]) -> None:
+        super().__init__(done)
+        self.waiting = waiting
+
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        self.waiting.append(self.done)
+        while len(self.waiting) == 2:
+            self.waiting.pop()()
+            self.waiting.pop()()
+
+
+class Overtakes(BlockingTcp):
+    name = "overtakes"
+    capabilities = replace(BlockingTcp.capabilities, in_flight=4)
+    sender = OvertakingSender
+
+
+class Unannounced(WrappedDone):
+    """Announces when it is done."""
+
+    def __init__(self, done: Done, announce: Announce) -> None:
+        super().__init__(done)
+        self.announce = announce
+
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        self.done(payload)
+        self.announce()
+
+
+class TardySender(Sender):
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        return super().begin(message, lambda note=b"", fds=(): None, Unannounced(done, announce))
+
+
+class DoneUnannounced(BlockingTcp):
+    name = "done-unannounced"
+    sender = TardySender
+
+
+class ForgetfulSender(Sender):
+    asked = False
+
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        if not self.asked:
+            self.asked = True
+            return False
+        return super().begin(message, announce, done)
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        self._token, self._peer = note[:TOKEN_BYTES], int(note[TOKEN_BYTES:])
+
+
+class NeverHasRoom(BlockingTcp):
+    name = "never-has-room"
+    sender = ForgetfulSender

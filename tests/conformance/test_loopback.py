@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from stagelink.testing.conformance import TransportConformance
+from stagelink.testing.synchronous import synchronous
+from stagelink.transport.loopback import Loopback
 
 
 class TestLoopback(TransportConformance):
     transport = "loopback"
+
+
+class TestSynchronous(TransportConformance):
+    transport = synchronous(Loopback)

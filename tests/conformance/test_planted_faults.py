@@ -44,9 +44,22 @@ FOUND_BY = {
         "message 0 was overwritten while the user held it",
         {"size_bytes": 300_000},
     ),
+    "WaitsInBegin": Found(
+        "test_a_receive_keeps_its_deadline",
+        "Receiver.begin still blocks 1.5 s after: it waits for the sender",
+    ),
+    "DoneTooSoon": Found("test_values", "arrived changed: "),
+    "DoneTwice": Found("test_values", "a send is done twice"),
+    "Overtakes": Found("test_values", "a send is done before the one that began before it"),
+    "DoneUnannounced": Found("test_values", "a send is done whose message was not announced"),
+    "NeverHasRoom": Found(
+        "test_nothing_is_lost",
+        "lost: messages [0, 1, 2, 3",
+        {"size_bytes": 100},
+    ),
     "SwallowsADeath": Found(
         "test_a_peer_that_breaks_off_is_no_end_of_a_message",
-        "a receive returns as if the message had arrived, although the other end has broken off",
+        "a receive is done as if the message had arrived, although the other end has broken off",
     ),
     "ChangesTheDtype": Found("test_values", "a receive changes the dtype: it gives torch.float32"),
     "LosesAHandle": Found(
@@ -58,10 +71,10 @@ FOUND_BY = {
         "test_close_keeps_its_deadline", "Sender.close still blocks 1.5 s after"
     ),
     "LeaksAThread": Found("test_close_leaves_nothing", "  thread 'leaked'"),
-    "Truncates": Found("test_sizes", "from byte 65536 to byte 65536", {"rendezvous": False}),
+    "Truncates": Found("test_sizes", "from byte 65536 to byte 65536", {"synchronous": False}),
     "DeathIsAnEnd": Found(
         "test_a_peer_that_dies_is_no_end_of_a_message",
-        "a receive returns as if the message had arrived, although the other end has died",
+        "a receive is done as if the message had arrived, although the other end has died",
     ),
     "LeavesAFile": Found(
         "test_close_leaves_nothing",
@@ -83,7 +96,7 @@ FOUND_BY = {
     ),
     "IgnoresAbort": Found(
         "test_abort_ends_a_receive",
-        "the finish of a receive still blocks 1.5 s after",
+        "a receive still waits 1.5 s after its abort",
     ),
 }
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from dataclasses import dataclass
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
@@ -16,12 +19,10 @@ from stagelink.testing.faults import Corrupt, Fail, Gate, Hold, Point, faulty
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import (
     API_VERSION,
-    FINISHED,
     Capabilities,
     Link,
     Message,
     NoOptions,
-    Pending,
     Receiver,
     Sender,
     Transport,
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.testing import RankPool
-    from stagelink.transport.contract import Announce, Port
+    from stagelink.transport.contract import Announce, Done, Port
 
-NO_PORT = cast("Port", None)
+LINK = Link(0, 1, "faulty", "cpu")
+PORT = cast("Port", SimpleNamespace(link=LINK, rank=0, lane=SimpleNamespace(entered=nullcontext)))
 
 
 class Shelf(Transport):
@@ -46,7 +48,7 @@ class Shelf(Transport):
 
     name: ClassVar[str] = "shelf"
     api_version: ClassVar[tuple[int, int]] = API_VERSION
-    capabilities: ClassVar[Capabilities] = Capabilities(frozenset({"cpu"}), 0, caller_thread=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(frozenset({"cpu"}), 0)
 
     def __init__(self, options: NoOptions) -> None:
         super().__init__(options)
@@ -69,12 +71,13 @@ class ShelfSender(Sender):
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
 
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         if self.shelf.full:
-            return None
+            return False
         self.shelf.payloads.append(message.payload)
         announce(b"there")
-        return FINISHED
+        done()
+        return True
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         self.shelf.calls.append(f"sender's note {note!r}")
@@ -96,8 +99,9 @@ class ShelfReceiver(Receiver):
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
-        return Taking(self.shelf.payloads.pop(0))
+        done: Done,
+    ) -> None:
+        done(self.shelf.payloads.pop(0))
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         self.shelf.calls.append(f"receiver's note {note!r}")
@@ -109,12 +113,24 @@ class ShelfReceiver(Receiver):
         self.shelf.calls.append("receiver closes")
 
 
-@dataclass
-class Taking(Pending):
-    payload: torch.Tensor
+class Told:
+    """Core's `Done`; to be waited for."""
 
-    def finish(self, deadline: Deadline) -> torch.Tensor:
-        return self.payload
+    def __init__(self) -> None:
+        self.said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        self.said.put(payload)
+
+    def failed(self, error: BaseException) -> None:
+        self.said.put(error)
+
+    def result(self, timeout_s: float = 20) -> torch.Tensor | None:
+        said = self.said.get(timeout=timeout_s)
+        if isinstance(said, BaseException):
+            raise said
+        assert said is None or isinstance(said, torch.Tensor)
+        return said
 
 
 class Pair:
@@ -123,39 +139,49 @@ class Pair:
     def __init__(self, *faults: Fail | Hold | Corrupt) -> None:
         cls: Any = faulty(Shelf, *faults)
         self.shelf: Shelf = cls(NoOptions())
-        link = Link(0, 1, cls.name, "cpu")
-        self.sender: Sender = self.shelf.open_sender(link, NO_PORT, Deadline(1))
-        self.receiver: Receiver = self.shelf.open_receiver(link, NO_PORT, Deadline(1))
+        self.sender: Sender = self.shelf.open_sender(LINK, PORT, Deadline(1))
+        self.receiver: Receiver = self.shelf.open_receiver(LINK, PORT, Deadline(1))
 
-    def begin(self, value: int) -> Pending | None:
+    def begin(self, value: int) -> Told | None:
         payload = torch.tensor([value, value], dtype=torch.uint8)
         header = Header(MessageKind.DATA, payload_bytes=2)
-        return self.sender.begin(Message(header, payload), lambda note=b"", fds=(): None)
+        told = Told()
+        taken = self.sender.begin(Message(header, payload), lambda note=b"", fds=(): None, told)
+        return told if taken else None
 
-    def receive(self) -> Pending:
+    def receive(self) -> Told:
         header = Header(MessageKind.DATA, payload_bytes=2)
-        return self.receiver.begin(header, b"there", (), lambda: torch.empty(2, dtype=torch.uint8))
+        told = Told()
+        accept = partial(torch.empty, 2, dtype=torch.uint8)
+        self.receiver.begin(header, b"there", (), accept, told)
+        return told
 
-    def carry(self, value: int, timeout_s: float = 20) -> list[int]:
+    def carry(self, value: int) -> list[int]:
         sending = self.begin(value)
         assert sending is not None
-        sending.finish(Deadline(timeout_s))
-        arrived = self.receive().finish(Deadline(timeout_s))
+        sending.result()
+        arrived = self.receive().result()
         assert arrived is not None
         return arrived.tolist()
+
+    def close(self) -> None:
+        for end in (self.sender, self.receiver):
+            end.abort(OSError())
+            end.close(Deadline(20))
 
 
 def test_without_faults_everything_passes() -> None:
     pair = Pair()
     assert [pair.carry(value) for value in (1, 2)] == [[1, 1], [2, 2]]
-    assert pair.begin(3) is FINISHED
+    sending = pair.begin(3)
+    assert sending is not None
+    assert not sending.said.empty()  # done within its begin
 
 
 def test_core_accepts_the_class() -> None:
     cls = faulty(Shelf, Corrupt(message=0), name="torn")
     assert transport_problems(cls) == []
-    assert (cls.name, cls.capabilities.caller_thread) == ("torn", False)
-    assert Shelf.capabilities.caller_thread
+    assert (cls.name, cls.capabilities) == ("torn", Shelf.capabilities)
 
 
 @pytest.mark.parametrize("point", Point)
@@ -185,7 +211,7 @@ def test_a_corrupted_message_leaves_the_senders_tensor_alone() -> None:
     pair = Pair(Corrupt(message=0))
     payload = torch.ones(2, dtype=torch.uint8)
     message = Message(Header(MessageKind.DATA, payload_bytes=2), payload)
-    pair.sender.begin(message, lambda note=b"", fds=(): None)
+    pair.sender.begin(message, lambda note=b"", fds=(): None, Told())
     assert payload.tolist() == [1, 1]
     assert pair.shelf.payloads[0].tolist() == [254, 1]
 
@@ -205,13 +231,21 @@ def test_a_held_message_passes_when_the_gate_opens(point: Point) -> None:
     assert not arrived
     gate.open()
     carrying.join()
+    pair.close()
     assert arrived == [[7, 7]]
 
 
-def test_a_lost_message_runs_into_the_deadline() -> None:
-    pair = Pair(Hold(message=0, at=Point.RECEIVE_FINISH, until=Gate()))
-    with pytest.raises(TimeoutError, match=r"held for 0\.01 s"):
-        pair.carry(1, timeout_s=0.01)
+def test_what_follows_a_held_message_is_held() -> None:
+    gate = Gate()
+    pair = Pair(Hold(message=0, at=Point.SEND_FINISH, until=gate))
+    first, second = pair.begin(1), pair.begin(2)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(queue.Empty):
+        second.result(timeout_s=0.01)
+    gate.open()
+    assert [first.result(), second.result()] == [None, None]
+    pair.close()
 
 
 class WatchedGate(Gate):
@@ -221,30 +255,26 @@ class WatchedGate(Gate):
         super().__init__()
         self.asked = threading.Event()
 
-    def wait(self, deadline: Deadline, given_up: Callable[[], bool]) -> bool:
+    def wait(self, given_up: Callable[[], bool]) -> bool:
         def watched() -> bool:
             self.asked.set()  # under the gate's lock: a nudge from now on finds a waiter
             return given_up()
 
-        return super().wait(deadline, watched)
+        return super().wait(watched)
 
 
 def test_abort_wakes_the_wait_for_a_lost_message() -> None:
-    gate, deadline = WatchedGate(), Deadline(10)
+    gate = WatchedGate()
     pair = Pair(Hold(message=0, at=Point.RECEIVE_FINISH, until=gate))
     pair.begin(1)
-    pending = pair.receive()
-
-    def abort_when_asked() -> None:
-        gate.asked.wait()
-        pair.receiver.abort(OSError())
-
-    aborting = threading.Thread(target=abort_when_asked, daemon=True)
-    aborting.start()
+    receiving = pair.receive()
+    assert gate.asked.wait(20)
+    with pytest.raises(queue.Empty):
+        receiving.result(timeout_s=0.01)
+    pair.receiver.abort(OSError())
     with pytest.raises(ConnectionAbortedError):
-        pending.finish(deadline)
-    assert not deadline.passed
-    aborting.join()
+        receiving.result()
+    pair.close()
 
 
 def carry_three(rank: int, world_size: int, store: Store) -> list[bool]:

@@ -13,9 +13,9 @@ An installed one needs no line at all::
     pytest --pyargs stagelink.testing --stagelink-transport mine
 
 Ranks are threads of the test's process where the transport says ``same_process``, else processes.
-Every message goes by the transport: nothing is inline. In every test the transport is under watch,
-see `stagelink.testing.watch`. What a transport cannot do by its capabilities, or not on this
-machine, is skipped with the reason.
+Every message goes by the transport: nothing is inline. In every test the transport is held against
+the contract, see `stagelink.testing.contract_check`. What a transport cannot do by its
+capabilities, or not on this machine, is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ import torch
 from stagelink.plugins.offers import parse_options
 from stagelink.plugins.plugins import Plugins
 from stagelink.plugins.problems import transport_problems
-from stagelink.testing import drivers
+from stagelink.testing import drivers, interruptions
+from stagelink.testing.contract_check import PATIENCE_S
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.pool import RankPool
 from stagelink.testing.ranks import run_fresh
-from stagelink.testing.scenes import NOTHING_TO_WAIT_FOR, Scene, plays_scene
 from stagelink.testing.subject import Subject
 from stagelink.testing.threads import run_threads
-from stagelink.testing.watch import PATIENCE_S
 from stagelink.transport.contract import Capabilities, Link, Place, Transport, Verdict
 
 if TYPE_CHECKING:
@@ -142,10 +141,10 @@ class TransportConformance:
         """Every dtype, shape and layout arrives bit by bit, forward and back."""
         run(drivers.sends_values)
 
-    @pytest.mark.parametrize("rendezvous", [False, True], ids=["buffered", "rendezvous"])
-    def test_sizes(self, run: Callable[..., Any], rendezvous: bool) -> None:
+    @pytest.mark.parametrize("synchronous", [False, True], ids=["buffered", "synchronous"])
+    def test_sizes(self, run: Callable[..., Any], synchronous: bool) -> None:
         """Messages of 0 bytes to 20 MB under way together arrive whole."""
-        run(drivers.keeps_sizes, _SIZES_BYTES, rendezvous=rendezvous)
+        run(drivers.keeps_sizes, _SIZES_BYTES, synchronous=synchronous)
 
     @pytest.mark.parametrize("size_bytes", [100, 300_000])
     def test_nothing_is_lost(self, run: Callable[..., Any], size_bytes: int) -> None:
@@ -166,13 +165,13 @@ class TransportConformance:
         """The order of receives need not be that of sends."""
         run(drivers.receives_out_of_order)
 
-    @pytest.mark.parametrize("rendezvous", [False, True], ids=["buffered", "rendezvous"])
+    @pytest.mark.parametrize("synchronous", [False, True], ids=["buffered", "synchronous"])
     @pytest.mark.parametrize("size_bytes", [64, 4 * 1024 * 1024])
     def test_both_ways_at_once(
-        self, run: Callable[..., Any], size_bytes: int, rendezvous: bool
+        self, run: Callable[..., Any], size_bytes: int, synchronous: bool
     ) -> None:
         """Both sides send before either receives; small sends that are buffered hide this."""
-        run(drivers.sends_both_ways_at_once, size_bytes, rendezvous=rendezvous)
+        run(drivers.sends_both_ways_at_once, size_bytes, synchronous=synchronous)
 
     def test_many_edges_share_a_link(self, run: Callable[..., Any]) -> None:
         """Forty edges between two ranks cost no more links than one."""
@@ -232,35 +231,33 @@ class TransportConformance:
     # -- faults
 
     def test_a_receive_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
-        """Its finish raises TimeoutError when a sender sends no more."""
-        _play(run, Scene.SILENT_SENDER)
+        """Neither a receive nor reading blocks when a sender goes no further."""
+        _ask(run, interruptions.check_silent_sender)
 
     def test_a_send_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
-        """Its finish raises TimeoutError when a receiver takes no more."""
-        _play(run, Scene.SILENT_RECEIVER)
+        """A send does not block when a receiver goes no further."""
+        _ask(run, interruptions.check_silent_receiver)
 
     def test_a_peer_that_breaks_off_is_no_end_of_a_message(self, run: Callable[..., Any]) -> None:
-        """A receive whose sender has gone half way never returns as if all had come."""
-        _play(run, Scene.BROKEN_OFF)
+        """A receive whose sender has gone half way is never done as if all had come."""
+        _ask(run, interruptions.check_broken_off)
 
     def test_a_peer_that_dies_is_no_end_of_a_message(self, subject: Subject) -> None:
-        """Nor does one whose sender's process has died half way."""
+        """Nor is one whose sender's process has died half way."""
         if _capabilities(subject).same_process:
             pytest.skip(f"ranks of {subject.name!r} are threads of one process")
-        with run_fresh(plays_scene, 2, subject, Scene.DIED.name) as ranks:
+        with run_fresh(interruptions.check_died, 2, subject) as ranks:
             outcome = ranks.outcomes(2 * _TOLD_S)[1]
         assert outcome.error is None, outcome.error
-        if outcome.value == NOTHING_TO_WAIT_FOR:
-            pytest.skip(NOTHING_TO_WAIT_FOR)
-        assert not outcome.value, outcome.value
+        _judge([outcome.value])
 
     def test_abort_ends_a_receive(self, run: Callable[..., Any]) -> None:
-        """A finish that waits without a deadline returns or raises when its end is aborted."""
-        _play(run, Scene.RECEIVER_ABORTS)
+        """What waits for a receive ends when its end is aborted."""
+        _ask(run, interruptions.check_receiver_aborts)
 
     def test_abort_ends_a_send(self, run: Callable[..., Any]) -> None:
-        """A finish that waits without a deadline returns or raises when its end is aborted."""
-        _play(run, Scene.SENDER_ABORTS)
+        """What waits for a send ends when its end is aborted."""
+        _ask(run, interruptions.check_sender_aborts)
 
     def test_user_error_reaches_the_peer(self, run: Callable[..., Any]) -> None:
         """An exception on one rank ends the other's wait with its text."""
@@ -309,7 +306,7 @@ class TransportConformance:
 
     def test_close_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
         """Closing a link, and the transport, returns in time and raises nothing."""
-        _play(run, Scene.CLOSED)
+        _ask(run, interruptions.check_close)
 
     def test_close_leaves_nothing(self, run: Callable[..., Any]) -> None:
         """Ten times opened, used and closed: no thread, descriptor or temporary file stays."""
@@ -351,9 +348,13 @@ def _capabilities(subject: Subject) -> Capabilities:
     return subject.transport().capabilities
 
 
-def _play(run: Callable[..., Any], scene: Scene) -> None:
-    verdicts = run(plays_scene, scene.name)
-    faults = [verdict for verdict in verdicts if verdict not in {"", NOTHING_TO_WAIT_FOR}]
+def _ask(run: Callable[..., Any], check: Callable[..., str]) -> None:
+    _judge(run(check))
+
+
+def _judge(found: Sequence[str]) -> None:
+    """Fail for what a check has found; skip where it had nothing to look at."""
+    faults = [fault for fault in found if fault not in {"", interruptions.NOTHING_TO_WAIT_FOR}]
     assert not faults, "; ".join(faults)
-    if verdicts[0 if scene.at_sender else 1] == NOTHING_TO_WAIT_FOR:
-        pytest.skip(NOTHING_TO_WAIT_FOR)
+    if interruptions.NOTHING_TO_WAIT_FOR in found:
+        pytest.skip(interruptions.NOTHING_TO_WAIT_FOR)

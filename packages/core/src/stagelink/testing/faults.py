@@ -9,11 +9,20 @@ from __future__ import annotations
 import enum
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from stagelink.errors import UsageError
-from stagelink.testing.ports import muted
-from stagelink.transport.contract import FINISHED, Message, Pending, Receiver, Sender
+from stagelink.testing.wrapping import (
+    E,
+    WrappedDone,
+    WrappedEnd,
+    WrappedReceiver,
+    WrappedSender,
+    wrapped,
+)
+from stagelink.transport.blocking import Finisher
+from stagelink.transport.contract import Receiver, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,19 +30,25 @@ if TYPE_CHECKING:
     import torch
 
     from stagelink.deadline import Deadline
-    from stagelink.transport.contract import Announce, Link, Port, Transport
+    from stagelink.transport.contract import (
+        Announce,
+        Done,
+        Message,
+        Port,
+        Transport,
+    )
     from stagelink.transport.header import Header
 
 __all__ = ["Corrupt", "Fail", "Gate", "Hold", "Point", "faulty"]
 
 
 class Point(enum.Enum):
-    """A call of core to a transport."""
+    """A point in a message's life: a call of core to a transport, or one of its completions."""
 
     SEND_BEGIN = "Sender.begin"
-    SEND_FINISH = "finish of the sender's pending"
+    SEND_FINISH = "completion of the send"
     RECEIVE_BEGIN = "Receiver.begin"
-    RECEIVE_FINISH = "finish of the receiver's pending"
+    RECEIVE_FINISH = "completion of the receive"
 
 
 class Gate:
@@ -54,12 +69,10 @@ class Gate:
         with self._changed:
             self._changed.notify_all()
 
-    def wait(self, deadline: Deadline, given_up: Callable[[], bool]) -> bool:
-        """Block until the gate is open; False when the deadline passed or it was given up."""
+    def wait(self, given_up: Callable[[], bool]) -> bool:
+        """Block until the gate is open; False when it was given up."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._open or given_up(), min(deadline.remaining_s, 1e6)
-            )
+            self._changed.wait_for(lambda: self._open or given_up())
             return self._open
 
 
@@ -78,11 +91,11 @@ class _Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail(_Fault):
-    """The call raises instead of doing its work.
+    """The call raises, or the completion becomes a failure.
 
     Attributes:
-        at: the call.
-        error: what it raises.
+        at: which one.
+        error: with what.
     """
 
     at: Point
@@ -94,8 +107,8 @@ class Hold(_Fault):
     """The message is not through until a gate opens; if it never does, the message is lost.
 
     Attributes:
-        at: one of the two ``finish`` calls.
-        until: the gate. The deadline, and abort, end the wait with an error.
+        at: one of the two completions.
+        until: the gate. Abort ends the wait with an error.
 
     Raises:
         UsageError: ``at`` is a ``begin``, which must not block.
@@ -106,7 +119,7 @@ class Hold(_Fault):
 
     def __post_init__(self) -> None:
         if self.at in {Point.SEND_BEGIN, Point.RECEIVE_BEGIN}:
-            raise UsageError(f"a message can be held in a finish, not in {self.at.value!r}")
+            raise UsageError(f"a message can be held at its completion, not in {self.at.value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,50 +140,43 @@ def faulty(
     Returns:
         The class, to be registered as any other.
     """
-
-    def open_sender(self: Transport, link: Link, port: Port, deadline: Deadline) -> Sender:
-        sender = transport.open_sender(self, link, muted(port), deadline)
-        return _Sender(sender, _Course(link, faults))
-
-    def open_receiver(self: Transport, link: Link, port: Port, deadline: Deadline) -> Receiver:
-        receiver = transport.open_receiver(self, link, port, deadline)
-        return _Receiver(receiver, _Course(link, faults))
-
-    attributes = {
-        "__doc__": f"{transport.__name__} with faults.",
-        "__module__": __name__,
-        "name": name,
-        # A held finish waits at its gate, not at the port.
-        "capabilities": replace(transport.capabilities, caller_thread=False),
-        "open_sender": open_sender,
-        "open_receiver": open_receiver,
-    }
-    return type(f"Faulty{transport.__name__}", (transport,), attributes)
+    return wrapped(
+        transport,
+        name,
+        sender=lambda inner, port: _Sender(inner, port, _Course(port, faults)),
+        receiver=lambda inner, port: _Receiver(inner, port, _Course(port, faults)),
+    )
 
 
 class _Course:
     """The faults that one end of one link meets, by the number of its messages."""
 
-    def __init__(self, link: Link, faults: Sequence[Fail | Hold | Corrupt]) -> None:
-        ends = (link.source, link.target)
+    def __init__(self, port: Port, faults: Sequence[Fail | Hold | Corrupt]) -> None:
+        ends = (port.link.source, port.link.target)
         self._faults = [fault for fault in faults if fault.link in {None, ends}]
-        self.aborted = False
         self.next = 0
+        self.aborted = False
+        # All behind one that is held are, as messages are done in order.
+        holds = any(isinstance(fault, Hold) for fault in self._faults)
+        self.finisher = Finisher(port) if holds else None
 
-    def meet(self, point: Point, message: int, deadline: Deadline | None = None) -> None:
-        """Fail or wait if a fault is here."""
-        for fault in self._of(message):
-            match fault:
-                case Fail(at=at, error=error) if at is point:
-                    raise error
-                case Hold(at=at, until=gate) if at is point and deadline is not None:
-                    self._wait(gate, deadline)
+    def begin(self, point: Point) -> None:
+        """Fail if the next message fails here."""
+        for fault in self.of(self.next):
+            if isinstance(fault, Fail) and fault.at is point:
+                raise fault.error
 
-    def has(self, message: int) -> bool:
-        return bool(self._of(message))
+    def corrupts(self) -> bool:
+        """Whether the next message is corrupted."""
+        return any(isinstance(fault, Corrupt) for fault in self.of(self.next))
 
-    def corrupts(self, message: int) -> bool:
-        return any(isinstance(fault, Corrupt) for fault in self._of(message))
+    def of(self, message: int) -> list[Fail | Hold | Corrupt]:
+        return [fault for fault in self._faults if fault.message == message]
+
+    def wait(self, gate: Gate) -> None:
+        """Wait at a gate until it opens, or this end is aborted."""
+        if not gate.wait(lambda: self.aborted):
+            raise ConnectionAbortedError("aborted while the message was held")
 
     def abort(self) -> None:
         self.aborted = True
@@ -178,86 +184,80 @@ class _Course:
             if isinstance(fault, Hold):
                 fault.until.nudge()
 
-    def _of(self, message: int) -> list[Fail | Hold | Corrupt]:
-        return [fault for fault in self._faults if fault.message == message]
-
-    def _wait(self, gate: Gate, deadline: Deadline) -> None:
-        if gate.wait(deadline, lambda: self.aborted):
-            return
-        if self.aborted:
-            raise ConnectionAbortedError("aborted while the message was held")
-        raise TimeoutError(f"the message was held for {deadline.seconds:g} s")
+    def close(self, deadline: Deadline) -> None:
+        if self.finisher is not None:
+            self.finisher.close(deadline)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending(Pending):
-    inner: Pending
-    course: _Course
-    point: Point
-    message: int
-    payload: Any = None  # kept alive, where it is not core's own
+class _Done(WrappedDone):
+    """Completes a message unless a fault is here."""
 
-    def finish(self, deadline: Deadline) -> torch.Tensor | None:
-        self.course.meet(self.point, self.message, deadline)
-        return self.inner.finish(deadline)
-
-
-class _Sender(Sender):
-    def __init__(self, inner: Sender, course: _Course) -> None:
-        self._inner = inner
+    def __init__(self, done: Done, course: _Course, point: Point) -> None:
+        super().__init__(done)
         self._course = course
+        self._point = point
+        self._message = course.next
+        self.kept: object = None
 
-    def begin(self, message: Message, announce: Announce) -> Pending | None:
-        number = self._course.next
-        self._course.meet(Point.SEND_BEGIN, number)
-        if self._course.corrupts(number):
-            message = replace(message, payload=_corrupted(message.payload))
-        pending = self._inner.begin(message, announce)
-        if pending is None:  # no room: the same message comes again
-            return None
-        self._course.next += 1
-        if pending is FINISHED and not self._course.has(number):
-            return FINISHED
-        return _Pending(pending, self._course, Point.SEND_FINISH, number, message.payload)
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        if self._course.finisher is None:
+            try:
+                self._meet(payload)
+            except BaseException as error:
+                self.done.failed(error)
+            else:
+                self.done(payload)
+        else:
+            self._course.finisher.submit(partial(self._meet, payload), self.done)
 
-    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        self._inner.on_note(note, fds)
+    def _meet(self, payload: torch.Tensor | None) -> torch.Tensor | None:
+        for fault in self._course.of(self._message):
+            match fault:
+                case Fail(at=at, error=error) if at is self._point:
+                    raise error
+                case Hold(at=at, until=gate) if at is self._point:
+                    self._course.wait(gate)
+        return payload
+
+
+class _End(WrappedEnd[E]):
+    def __init__(self, inner: E, port: Port, course: _Course) -> None:
+        super().__init__(inner, port)
+        self._course = course
 
     def abort(self, cause: BaseException) -> None:
         self._course.abort()
-        self._inner.abort(cause)
+        super().abort(cause)
 
     def close(self, deadline: Deadline) -> None:
-        self._inner.close(deadline)
+        self._course.close(deadline)
+        super().close(deadline)
 
 
-class _Receiver(Receiver):
-    def __init__(self, inner: Receiver, course: _Course) -> None:
-        self._inner = inner
-        self._course = course
+class _Sender(_End[Sender], WrappedSender):
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        self._course.begin(Point.SEND_BEGIN)
+        mine = _Done(done, self._course, Point.SEND_FINISH)
+        if self._course.corrupts():
+            mine.kept = message = replace(message, payload=_corrupted(message.payload))
+        taken = super().begin(message, announce, mine)
+        self._course.next += taken  # else the same message comes again
+        return taken
 
+
+class _Receiver(_End[Receiver], WrappedReceiver):
     def begin(
         self,
         header: Header,
         note: bytes,
         fds: Sequence[int],
         accept: Callable[[], torch.Tensor],
-    ) -> Pending:
-        number = self._course.next
+        done: Done,
+    ) -> None:
+        self._course.begin(Point.RECEIVE_BEGIN)
+        mine = _Done(done, self._course, Point.RECEIVE_FINISH)
         self._course.next += 1
-        self._course.meet(Point.RECEIVE_BEGIN, number)
-        pending = self._inner.begin(header, note, fds, accept)
-        return _Pending(pending, self._course, Point.RECEIVE_FINISH, number)
-
-    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        self._inner.on_note(note, fds)
-
-    def abort(self, cause: BaseException) -> None:
-        self._course.abort()
-        self._inner.abort(cause)
-
-    def close(self, deadline: Deadline) -> None:
-        self._inner.close(deadline)
+        super().begin(header, note, fds, accept, mine)
 
 
 def _corrupted(payload: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from stagelink.exchange.connect import connect
 from stagelink.plan import Plan
 from stagelink.plugins.plugins import Plugins
-from stagelink.testing.rendezvous import rendezvous
-from stagelink.testing.watch import PATIENCE_S, Watch, watched
+from stagelink.testing.contract_check import PATIENCE_S, ContractCheck, checked
+from stagelink.testing.synchronous import synchronous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ class Subject:
         classes: classes to register in code; empty where it is installed.
         options: its table in the plan.
         device: kind of device of the tensors.
-        rendezvous: whether its sends wait for the receiver, see `stagelink.testing.rendezvous`.
+        synchronous: whether its sends wait for the receiver, see `stagelink.testing.synchronous`.
         patience_s: seconds for what a sound transport does in milliseconds.
     """
 
@@ -47,7 +47,7 @@ class Subject:
     classes: Sequence[type[Transport]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
-    rendezvous: bool = False
+    synchronous: bool = False
     patience_s: float = PATIENCE_S
 
     def plan(
@@ -117,29 +117,29 @@ class Subject:
         store: Store,
         plan_of: Callable[[Subject], Plan] | None = None,
         *,
-        watch: Watch | None = None,
+        check: ContractCheck | None = None,
     ) -> Iterator[Handler]:
-        """Join the others with the transport under watch.
+        """Join the others with the transport held against the contract.
 
         Args:
             rank: this rank.
             world_size: how many there are.
             store: where they meet.
             plan_of: makes the plan; None: one edge, `plan`.
-            watch: told what the transport does wrong; None: a new one.
+            check: told what the transport does wrong; None: a new one.
 
         Raises:
             AssertionError: at the end, if the transport broke a rule of the contract.
         """
-        seen = watch or Watch(self.patience_s)
-        subject = self.wrapped(rendezvous) if self.rendezvous else self
-        subject = subject.wrapped(lambda transport: watched(transport, seen))
+        found = check or ContractCheck(self.patience_s)
+        subject = self.wrapped(synchronous) if self.synchronous else self
+        subject = subject.wrapped(lambda transport: checked(transport, found))
         plan = plan_of(subject) if plan_of else subject.plan()
         try:
             with subject.connect(plan, rank, world_size, store) as comm:
                 yield comm
         finally:
-            seen.verify()
+            found.verify()
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where the pipeline's tensors are."""

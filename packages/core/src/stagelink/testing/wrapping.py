@@ -1,0 +1,136 @@
+"""One transport wrapped in another, which does all that the wrapper does not change."""
+
+# ruff: noqa: D102 - the calls are the contract's
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from stagelink.transport.contract import Receiver, Sender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from stagelink.deadline import Deadline
+    from stagelink.transport.contract import Announce, Done, Link, Message, Port, Transport
+    from stagelink.transport.header import Header
+
+__all__ = [
+    "WrappedDone",
+    "WrappedEnd",
+    "WrappedPort",
+    "WrappedReceiver",
+    "WrappedSender",
+    "wrapped",
+]
+
+E = TypeVar("E", bound=Sender | Receiver)
+
+
+class WrappedEnd(Generic[E]):
+    """What senders and receivers share.
+
+    Args:
+        inner: the end inside.
+        port: of this end.
+    """
+
+    def __init__(self, inner: E, port: Port) -> None:
+        self.inner = inner
+        self.port = port
+
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        self.inner.on_note(note, fds)
+
+    def abort(self, cause: BaseException) -> None:
+        self.inner.abort(cause)
+
+    def close(self, deadline: Deadline) -> None:
+        self.inner.close(deadline)
+
+
+class WrappedSender(WrappedEnd[Sender], Sender):
+    """A sender that passes every call on."""
+
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        return self.inner.begin(message, announce, done)
+
+
+class WrappedReceiver(WrappedEnd[Receiver], Receiver):
+    """A receiver that passes every call on."""
+
+    def begin(
+        self,
+        header: Header,
+        note: bytes,
+        fds: Sequence[int],
+        accept: Callable[[], torch.Tensor],
+        done: Done,
+    ) -> None:
+        self.inner.begin(header, note, fds, accept, done)
+
+
+class WrappedDone:
+    """Core's `Done`; for a wrapper that delays or judges completion to give to the end inside."""
+
+    def __init__(self, done: Done) -> None:
+        self.done = done
+
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        self.done(payload)
+
+    def failed(self, error: BaseException) -> None:
+        self.done.failed(error)
+
+
+class WrappedPort:
+    """Core's port; passes everything on."""
+
+    def __init__(self, port: Port) -> None:
+        self.port = port
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.port, name)
+
+
+def wrapped(
+    transport: type[Transport],
+    name: str,
+    *,
+    sender: Callable[[Sender, Port], Sender] = WrappedSender,
+    receiver: Callable[[Receiver, Port], Receiver] = WrappedReceiver,
+    port: Callable[[Port], object] = lambda port: port,
+    **attributes: object,
+) -> type[Transport]:
+    """Make a transport that works as another one but for what is given.
+
+    Args:
+        transport: the one that does the work.
+        name: the new transport's name, by which a plan asks for it.
+        sender: wraps each sender; called with it and with its port.
+        receiver: wraps each receiver; as ``sender``.
+        port: wraps each port, for the end inside and its wrapper.
+        attributes: others of the class, such as ``capabilities``.
+
+    Returns:
+        The class, to be registered as any other. It takes the other's options.
+    """
+
+    def open_sender(self: Transport, link: Link, given: Port, deadline: Deadline) -> Sender:
+        mine = cast("Port", port(given))
+        return sender(transport.open_sender(self, link, mine, deadline), mine)
+
+    def open_receiver(self: Transport, link: Link, given: Port, deadline: Deadline) -> Receiver:
+        mine = cast("Port", port(given))
+        return receiver(transport.open_receiver(self, link, mine, deadline), mine)
+
+    own = {
+        "__doc__": f"{transport.__name__} as {name!r}.",
+        "__module__": __name__,
+        "name": name,
+        "open_sender": open_sender,
+        "open_receiver": open_receiver,
+    }
+    return type(f"Wrapped{transport.__name__}", (transport,), own | attributes)
