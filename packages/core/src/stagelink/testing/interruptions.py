@@ -191,7 +191,7 @@ def _half_way(
     )
     stopped = subject.wrapped(side.wrap)
     plan = stopped.plan()
-    limits = replace(plan.limits, close_deadline_s=2 * subject.patience_s)
+    limits = plan.limits.model_copy(update={"close_deadline_s": 2 * subject.patience_s})
     try:
         with (
             stopped.connect(replace(plan, limits=limits), rank, world_size, store) as comm,
