@@ -25,8 +25,8 @@ from tests.support.pipelines import (
     GLOO,
     INLINE,
     LOOPBACK,
-    RENDEZVOUS,
     SHM,
+    SYNCHRONOUS,
     End,
     Ranks,
     Wire,
@@ -213,7 +213,7 @@ def _send_three(comm: stagelink.Handler) -> None:
 
 
 @pytest.mark.parametrize("at", list(Point), ids=lambda point: point.name)
-@pytest.mark.parametrize("wire", [LOOPBACK, RENDEZVOUS], ids=str)
+@pytest.mark.parametrize("wire", [LOOPBACK, SYNCHRONOUS], ids=str)
 def test_c012_a_transport_fails(rank_pool: RankPool, wire: Wire, at: Point) -> None:
     error = OSError("the wire is cut, number 4711")
     cls = faulty(Loopback, Fail(message=1, at=at, error=error, link=(0, 1)))

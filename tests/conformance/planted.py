@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -359,6 +360,10 @@ class EagerReceiver(Receiver):
         view = accept().fill_(7).numpy().data
         self._finisher.submit(partial(self.receive, view), Unsaid(done))
         done()
+
+    def receive(self, view: memoryview) -> None:
+        time.sleep(0.2)
+        super().receive(view)
 
 
 class DoneTooSoon(BlockingTcp):

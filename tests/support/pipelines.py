@@ -16,8 +16,8 @@ import torch
 import stagelink
 from stagelink.schedule import Kind
 from stagelink.testing import LeakCheck, run_fresh, run_threads
-
-# from stagelink.testing.rendezvous import rendezvous
+from stagelink.testing.synchronous import synchronous
+from stagelink.transport.loopback import Loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +58,7 @@ class Wire:
 
 
 LOOPBACK = Wire("loopback")
-RENDEZVOUS = Wire("loopback", inline_bytes=1)
+SYNCHRONOUS = Wire("synchronous-loopback", register=(synchronous(Loopback),))
 GLOO = Wire("gloo", options={"interface": "lo"}, processes=True)
 SHM = Wire("shm", processes=True)
 WIRES = (LOOPBACK, GLOO, SHM)

@@ -99,16 +99,23 @@ def test_they_run_against_each_transport_that_is_named(inner: Inner) -> None:
     out = inner.run(
         "--pyargs", "stagelink.testing", "-v", "-rs", "-k", IN_ONE_PROCESS,
         "--stagelink-transport=loopback", "--stagelink-transport=gloo",
-        "--stagelink-option=loopback.rendezvous=true", "--stagelink-option=gloo.interface=no-such",
+        "--stagelink-option=gloo.interface=no-such",
         "-m", "stagelink_conformance",
     )  # fmt: skip
     assert inner.code == pytest.ExitCode.OK, out
-    assert "testing loopback {'rendezvous': True}, gloo {'interface': 'no-such'}" in out
+    assert "testing loopback, gloo {'interface': 'no-such'}" in out
     assert "test_many_edges_share_a_link[loopback] PASSED" in out
     assert "ranks of 'loopback' are threads of one process" in out
     assert "test_declares_what_the_contract_asks_for[gloo] PASSED" in out
     assert (
         "'gloo' cannot be used here: [transports.gloo] interface = 'no-such': there is no" in out
+    )
+
+
+def test_an_option_s_value_is_toml(inner: Inner) -> None:
+    shm = ("--stagelink-transport=shm", "--stagelink-option=link_bytes=524288")
+    assert "testing shm {'link_bytes': 524288}" in inner.run(
+        "--pyargs", "stagelink.testing", "--collect-only", *shm
     )
 
 

@@ -16,7 +16,7 @@ from stagelink.transport.contract import Link, Message, NoOptions, Receiver, Sen
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.loopback import Loopback
 from tests.support.completion import Completion
-from tests.support.pipelines import LOOPBACK, RENDEZVOUS, Ranks, Wire
+from tests.support.pipelines import LOOPBACK, SYNCHRONOUS, Ranks, Wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -172,7 +172,7 @@ def _many_unread(comm: stagelink.Handler, fails: bool) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("wire", [LOOPBACK, RENDEZVOUS], ids=str)
+@pytest.mark.parametrize("wire", [LOOPBACK, SYNCHRONOUS], ids=str)
 def test_what_nobody_reads_does_not_stay(rank_pool: RankPool, wire: Wire, fails: bool) -> None:
     ranks = Ranks(wire, rank_pool)
     plan = ranks.plan(window=20, limits={"close_deadline_s": 0.5})

@@ -16,7 +16,6 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -136,7 +135,6 @@ def check_died(rank: int, world_size: int, store: Store, subject: Subject) -> st
 
 def check_receiver_aborts(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that whatever waits for a receive ends when it is aborted."""
-    threads = LeakCheck("threads")
     with _half_way(rank, world_size, store, subject, stops=0) as side:
         if rank == 0:
             side.holds_abort = True
@@ -145,14 +143,13 @@ def check_receiver_aborts(rank: int, world_size: int, store: Store, subject: Sub
             side.let_go()
             return ""
         wrong = side.wait_begun() or side.arrival("sends no more", _DEADLINE_S)
-    wrong = wrong or side.abort_problem("receive", "Receiver.close", threads)
+    wrong = wrong or side.abort_problem("receive", "Receiver.close")
     side.tell("seen")
     return wrong
 
 
 def check_sender_aborts(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that whatever waits for a send ends when it is aborted."""
-    threads = LeakCheck("threads")
     with _half_way(rank, world_size, store, subject, stops=1) as side:
         if rank == 1:
             side.holds_abort = True
@@ -161,7 +158,7 @@ def check_sender_aborts(rank: int, world_size: int, store: Store, subject: Subje
             return ""
         side.send()
         wrong = side.arrival("", _DEADLINE_S)
-    wrong = wrong or side.abort_problem("send", "Sender.close", threads)
+    wrong = wrong or side.abort_problem("send", "Sender.close")
     side.tell("seen")
     return wrong
 
@@ -190,11 +187,10 @@ def _half_way(
         PrefixStore("interruption", store), subject, stops=stops == rank, closes=stops is None
     )
     stopped = subject.wrapped(side.wrap)
-    plan = stopped.plan()
-    limits = plan.limits.model_copy(update={"close_deadline_s": 2 * subject.patience_s})
+    plan = stopped.plan(close_deadline_s=2 * subject.patience_s)
     try:
         with (
-            stopped.connect(replace(plan, limits=limits), rank, world_size, store) as comm,
+            stopped.connect(plan, rank, world_size, store) as comm,
             comm.evaluate(2) as session,
         ):
             if rank == 0:
@@ -243,6 +239,9 @@ class _Side:
         self.done = _Done()
         self._lent: torch.Tensor | None = None
         self._closing: dict[str, float | BaseException] = {}
+        # Ranks that are threads of one process would count each other's.
+        alone = threading.current_thread() is threading.main_thread()
+        self._threads = LeakCheck("threads") if alone else None
 
     # -- for the checks
 
@@ -322,7 +321,7 @@ class _Side:
             return f"a receive is done as if the message had arrived, {how}"
         return NOTHING_TO_WAIT_FOR
 
-    def abort_problem(self, which: str, close: str, threads: LeakCheck) -> str:
+    def abort_problem(self, which: str, close: str) -> str:
         """Look whether anything of the transport's waited on after its abort."""
         took = self._closing.get(close, math.inf)
         if isinstance(took, BaseException):
@@ -331,7 +330,8 @@ class _Side:
         if took > self._patience_s:
             return late
         try:
-            threads.verify(self._patience_s)
+            if self._threads is not None:
+                self._threads.verify(self._patience_s)
         except AssertionError as error:
             return f"{late}: {error}"
         return ""

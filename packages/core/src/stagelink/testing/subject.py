@@ -51,17 +51,23 @@ class Subject:
     patience_s: float = PATIENCE_S
 
     def plan(
-        self, edges: int = 1, *, window: int | None = None, deadline_s: float = DEADLINE_S
+        self,
+        edges: int = 1,
+        *,
+        window: int | None = None,
+        deadline_s: float = DEADLINE_S,
+        close_deadline_s: float | None = None,
     ) -> Plan:
         """A pair of ranks with so many edges ``e0``, ``e1``, …, none of it inline."""
-        return self._plan(_PAIR * edges, window, deadline_s)
+        limits = _limits(deadline_s, close_deadline_s)
+        return self._plan(_PAIR * edges, window, limits)
 
     def triangle(self) -> Plan:
         """Three ranks, each with a link to and from each other one: ``e0``, ``e1``, ``e2``."""
-        return self._plan(_TRIANGLE, None, DEADLINE_S)
+        return self._plan(_TRIANGLE, None, _limits(DEADLINE_S, None))
 
     def _plan(
-        self, edges: Sequence[tuple[str, str]], window: int | None, deadline_s: float
+        self, edges: Sequence[tuple[str, str]], window: int | None, limits: Mapping[str, float]
     ) -> Plan:
         pipeline: dict[str, Any] = {"name": "conformance", "schedule": "gpipe", "microbatches": 4}
         if window is not None:
@@ -81,11 +87,7 @@ class Subject:
                 "links": [{"transport": self.name}],
                 "transports": {self.name: dict(self.options)},
                 "control": {"inline_bytes": 0},
-                "limits": {
-                    "deadline_s": deadline_s,
-                    "first_deadline_s": deadline_s,
-                    "close_deadline_s": deadline_s,
-                },
+                "limits": dict(limits),
             }
         )
 
@@ -144,3 +146,11 @@ class Subject:
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where the pipeline's tensors are."""
         return tensor.to(self.device)
+
+
+def _limits(deadline_s: float, close_deadline_s: float | None) -> dict[str, float]:
+    return {
+        "deadline_s": deadline_s,
+        "first_deadline_s": deadline_s,
+        "close_deadline_s": close_deadline_s or deadline_s,
+    }

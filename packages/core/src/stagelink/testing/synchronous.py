@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from stagelink.testing.wrapping import (
@@ -67,59 +68,68 @@ class _MarkedPort(WrappedPort):
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         self.port.note(_INNER + note, fds)
 
-    def taken(self) -> None:
-        self.port.note(_TAKEN)
+    def taken(self, number: int) -> None:
+        self.port.note(_TAKEN + b"%d" % number)
 
 
 class _Sender(WrappedSender):
-    """Completes messages in order, each when it is done inside and the receiver has taken it."""
+    """Completes messages in order, each when it is done inside and the receiver has it."""
 
     def __init__(self, inner: Sender, port: Port) -> None:
         super().__init__(inner, port)
-        self._ready: deque[Done] = deque()  # done inside, not here
-        self._taken = 0  # by the receiver
-        self._done = 0
+        self._begun: deque[_Sending] = deque()
         self._completing = threading.Lock()
+        self._taken: set[int] = set()
+        self._next = 0
 
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
-        return self.inner.begin(message, announce, _Sending(done, self.done_inside))
+        sending = _Sending(done, self.complete, self._next)
+        self._begun.append(sending)
+        taken = self.inner.begin(message, announce, sending)
+        if not taken:
+            self._begun.pop()
+        self._next += taken
+        return taken
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        if note == _TAKEN:
-            self._taken += 1
-            self._complete()
+        if note.startswith(_TAKEN):
+            self._taken.add(int(note.removeprefix(_TAKEN)))
+            self.complete()
         else:
             self.inner.on_note(note.removeprefix(_INNER), fds)
 
-    def done_inside(self, done: Done) -> None:
-        self._ready.append(done)
-        self._complete()
-
-    def _complete(self) -> None:
+    def complete(self) -> None:
         """Complete what can be; a thread that finds another at it leaves it to that one."""
         while self._can_complete() and self._completing.acquire(blocking=False):
             try:
                 while self._can_complete():
-                    self._done += 1
-                    self._ready.popleft()()
+                    sending = self._begun.popleft()
+                    self._taken.remove(sending.number)
+                    sending.done()
             finally:
                 self._completing.release()
 
     def _can_complete(self) -> bool:
-        return bool(self._ready) and self._taken > self._done
+        head = next(iter(self._begun), None)
+        return head is not None and head.inside and head.number in self._taken
 
 
 class _Sending(WrappedDone):
-    def __init__(self, done: Done, done_inside: Callable[[Done], None]) -> None:
+    def __init__(self, done: Done, complete: Callable[[], None], number: int) -> None:
         super().__init__(done)
-        self._done_inside = done_inside
+        self.number = number
+        self.inside = False
+        self._complete = complete
 
     def __call__(self, payload: torch.Tensor | None = None) -> None:
         del payload
-        self._done_inside(self.done)
+        self.inside = True
+        self._complete()
 
 
 class _Receiver(WrappedReceiver):
+    next = 0
+
     def begin(
         self,
         header: Header,
@@ -128,17 +138,19 @@ class _Receiver(WrappedReceiver):
         accept: Callable[[], torch.Tensor],
         done: Done,
     ) -> None:
-        self.inner.begin(header, note, fds, accept, _Receiving(done, self.port))
+        taken = partial(cast("_MarkedPort", self.port).taken, self.next)
+        self.next += 1
+        self.inner.begin(header, note, fds, accept, _Receiving(done, taken))
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         self.inner.on_note(note.removeprefix(_INNER), fds)
 
 
 class _Receiving(WrappedDone):
-    def __init__(self, done: Done, port: Port) -> None:
+    def __init__(self, done: Done, taken: Callable[[], None]) -> None:
         super().__init__(done)
-        self._port = cast("_MarkedPort", port)
+        self._taken = taken
 
     def __call__(self, payload: torch.Tensor | None = None) -> None:
-        self._port.taken()
+        self._taken()
         self.done(payload)
