@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from stagelink.plugins.problems import transport_problems
-from stagelink.testing import drivers, run_threads
+from stagelink.testing import closing, drivers, run_threads
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import API_VERSION
 from tests.support import rail
@@ -83,7 +83,7 @@ USES = [
     (drivers.sends_values, ()),
     (drivers.keeps_sizes, ((1, 0, 4_000_000, 64),)),
     (drivers.holds_what_it_received, (300_000,)),
-    (drivers.unread_at_close, ()),
+    (closing.unread_at_close, ()),
 ]
 
 

@@ -39,7 +39,7 @@ import torch
 from stagelink.plugins.offers import parse_options
 from stagelink.plugins.plugins import Plugins
 from stagelink.plugins.problems import transport_problems
-from stagelink.testing import drivers, interruptions
+from stagelink.testing import closing, drivers, interruptions
 from stagelink.testing.contract_check import PATIENCE_S
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.pool import RankPool
@@ -285,24 +285,24 @@ class TransportConformance:
 
     def test_unread_messages_at_the_end_of_a_session(self, run: Callable[..., Any]) -> None:
         """A session left with messages unread harms neither the next one nor the close."""
-        run(drivers.unread_at_close)
+        run(closing.unread_at_close)
 
     @pytest.mark.parametrize("size_bytes", [100, 300_000])
     def test_sends_outlive_their_session(self, run: Callable[..., Any], size_bytes: int) -> None:
         """What waits for a place in its window arrives, though session and handler are left."""
-        run(drivers.leaves_with_sends_waiting, size_bytes)
+        run(closing.leaves_with_sends_waiting, size_bytes)
 
     def test_close_takes_in_what_is_queued(self, run: Callable[..., Any]) -> None:
         """Messages beyond `in_flight` that nobody receives hold up neither end's close."""
-        run(drivers.closes_with_a_queue, ())
+        run(closing.closes_with_a_queue, ())
 
     def test_both_ends_close_at_once(self, run: Callable[..., Any]) -> None:
         """Nor do messages both ways, none of which is through when both ends begin to close."""
-        run(drivers.closes_with_a_queue, ("both", "late"))
+        run(closing.closes_with_a_queue, ("both", "late"))
 
     def test_close_waits_for_a_late_sender(self, run: Callable[..., Any]) -> None:
         """A close receives from a sender that has done nothing of its part when it begins."""
-        run(drivers.closes_with_a_queue, ("late",))
+        run(closing.closes_with_a_queue, ("late",))
 
     def test_close_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
         """Closing a link, and the transport, returns in time and raises nothing."""
@@ -311,7 +311,7 @@ class TransportConformance:
     def test_close_leaves_nothing(self, run: Callable[..., Any]) -> None:
         """Ten times opened, used and closed: no thread, descriptor or temporary file stays."""
         check = LeakCheck("threads")
-        run(drivers.closes_without_trace)
+        run(closing.closes_without_trace)
         check.verify()
 
 

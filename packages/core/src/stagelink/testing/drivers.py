@@ -7,21 +7,14 @@ fails.
 
 from __future__ import annotations
 
-import os
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import PrefixStore
 
-from stagelink.errors import DeadlineError, PeerClosedError, StagelinkError
-from stagelink.testing.late import late
-from stagelink.testing.leaks import LeakCheck
+from stagelink.errors import DeadlineError, StagelinkError
 from stagelink.testing.samples import awkward_tensors, difference, same_bits, tensors_of_sizes
 from stagelink.testing.serving import report
 from stagelink.testing.subject import Subject
@@ -30,16 +23,13 @@ from stagelink.testing.threads import run_threads
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from stagelink.exchange.handler import Handler
     from stagelink.exchange.session import Session
 
 __all__ = [
     "Subject",
-    "closes_with_a_queue",
-    "closes_without_trace",
+    "echo",
     "holds_what_it_received",
     "keeps_sizes",
-    "leaves_with_sends_waiting",
     "numbers_arrived",
     "opens_in_a_triangle",
     "opens_many_edges",
@@ -50,15 +40,11 @@ __all__ = [
     "sends_for_ever",
     "sends_values",
     "sends_without_copy",
-    "unread_at_close",
+    "some",
 ]
 
 
-_EXPLAINED_S = 0.6
-"""By then a transport's failure is the handler's: a peer's death would have explained it."""
-
-
-def _echo(session: Session, rank: int, tensors: Sequence[torch.Tensor], edge: str = "e0") -> None:
+def echo(session: Session, rank: int, tensors: Sequence[torch.Tensor], edge: str = "e0") -> None:
     """Send every tensor forward, and where it takes one the same bits back as its gradient."""
     for microbatch, tensor in enumerate(tensors):
         if rank == 0:
@@ -95,7 +81,7 @@ def sends_values(rank: int, world_size: int, store: Store, subject: Subject) -> 
         subject.join(rank, world_size, store) as comm,
         comm.train(len(tensors)) as session,
     ):
-        _echo(session, rank, tensors)
+        echo(session, rank, tensors)
 
 
 def keeps_sizes(
@@ -133,7 +119,7 @@ def numbers_arrived(
                 tensor = torch.full((size_bytes,), microbatch, dtype=torch.uint8)
                 session.send("e0", subject.on_device(tensor), microbatch)
             else:
-                got = _some(session.recv("e0", microbatch))
+                got = some(session.recv("e0", microbatch))
                 values = torch.unique(got).tolist()
                 arrived.append(values[0] if len(values) == 1 else -1)
     return arrived
@@ -151,7 +137,7 @@ def receives_out_of_order(rank: int, world_size: int, store: Store, subject: Sub
             if rank == 0:
                 session.send(edge, subject.on_device(torch.full((3000,), value)), microbatch)
             else:
-                got = _some(session.recv(edge, microbatch))
+                got = some(session.recv(edge, microbatch))
                 assert bool((got == value).all()), f"{edge} {microbatch} got another's values"
 
 
@@ -173,13 +159,13 @@ def sends_both_ways_at_once(
                 if rank == 0:
                     session.send("e0", first, count + step)
                 else:
-                    session.send_grad("e0", torch.full_like(_some(received[step]), step), step)
+                    session.send_grad("e0", torch.full_like(some(received[step]), step), step)
             for step in range(count):
                 if rank == 0:
-                    gradient = _some(session.recv_grad("e0", step))
+                    gradient = some(session.recv_grad("e0", step))
                     assert bool((gradient == step).all()), f"gradient {step} arrived changed"
                 else:
-                    assert bool((_some(session.recv("e0", count + step)) == 1).all())
+                    assert bool((some(session.recv("e0", count + step)) == 1).all())
 
 
 def holds_what_it_received(
@@ -197,7 +183,7 @@ def holds_what_it_received(
                     session.send("e0", tensor, microbatch)
                     tensor.fill_(255)
                 else:
-                    kept.append(_some(session.recv("e0", microbatch)))
+                    kept.append(some(session.recv("e0", microbatch)))
         for microbatch, got in enumerate(kept):
             found = torch.unique(got).tolist()
             assert found == [microbatch], (
@@ -224,7 +210,7 @@ def sends_without_copy(
                             f"after {subject.patience_s:g} s"
                         ) from error
                 else:
-                    got = _some(session.recv("e0", microbatch))
+                    got = some(session.recv("e0", microbatch))
                     assert bool((got == microbatch).all()), f"message {microbatch} arrived changed"
 
 
@@ -240,7 +226,7 @@ def opens_many_edges(rank: int, world_size: int, store: Store, subject: Subject)
             if rank == 0:
                 session.send(f"e{number}", subject.on_device(torch.tensor([number])), 0)
             else:
-                assert _some(session.recv(f"e{number}", 0)).item() == number
+                assert some(session.recv(f"e{number}", 0)).item() == number
 
 
 def opens_in_a_triangle(rank: int, world_size: int, store: Store, subject: Subject) -> None:
@@ -256,7 +242,7 @@ def opens_in_a_triangle(rank: int, world_size: int, store: Store, subject: Subje
                 if rank == source:
                     session.send(edge, sent.clone().requires_grad_(), microbatch)
                 elif rank == target:
-                    got = _some(session.recv(edge, microbatch))
+                    got = some(session.recv(edge, microbatch))
                     assert same_bits(got, sent), f"{edge} {microbatch} arrived changed"
                     taken.append((edge, got))
             for edge, got in taken:
@@ -264,145 +250,13 @@ def opens_in_a_triangle(rank: int, world_size: int, store: Store, subject: Subje
             for edge, source in (("e0", 0), ("e1", 1), ("e2", 0)):
                 if rank == source:
                     gradient = session.recv_grad(edge, microbatch)
-                    assert same_bits(_some(gradient), sent + 1), f"gradient of {edge} changed"
+                    assert same_bits(some(gradient), sent + 1), f"gradient of {edge} changed"
 
 
 def opens_on_threads(rank: int, world_size: int, store: Store, subject: Subject) -> None:
     """`opens_in_a_triangle`, with three threads of this process as its ranks."""
     del rank, world_size, store
     run_threads(opens_in_a_triangle, 3, subject)
-
-
-def closes_without_trace(rank: int, world_size: int, store: Store, subject: Subject) -> None:
-    """Ten times opened, used and closed: nothing is there that was not before."""
-    # Ranks that are threads of one process would count each other's.
-    alone = threading.current_thread() is threading.main_thread()
-    _use_once(rank, world_size, store, subject)
-    check = LeakCheck("threads", "descriptors", "shared mappings")
-    with ExitStack() as own:
-        files = own.enter_context(_empty_folder()) if alone else None
-        for _ in range(9):
-            _use_once(rank, world_size, store, subject)
-        left = files and files()
-    if alone:
-        check.verify()
-        assert not left, f"left behind in the folder for temporary files: {left}"
-
-
-@contextmanager
-def _empty_folder() -> Iterator[Callable[[], list[str]]]:
-    """A folder of this process's own for temporary files; what is in it."""
-    before = tempfile.tempdir
-    with tempfile.TemporaryDirectory() as folder:
-        tempfile.tempdir = folder
-        try:
-            yield lambda: sorted(os.listdir(folder))
-        finally:
-            tempfile.tempdir = before
-
-
-def _use_once(rank: int, world_size: int, store: Store, subject: Subject) -> None:
-    with (
-        subject.join(rank, world_size, store) as comm,
-        comm.train(2) as session,
-    ):
-        _echo(session, rank, [subject.on_device(torch.ones(5000)) for _ in range(2)])
-
-
-def unread_at_close(rank: int, world_size: int, store: Store, subject: Subject) -> None:
-    """A session left with messages unread harms neither the next session nor the close."""
-    with subject.join(rank, world_size, store, partial(Subject.plan, window=4)) as comm:
-        for _ in range(3):
-            with comm.evaluate(4) as session:
-                if rank == 0:
-                    for microbatch in range(4):
-                        session.send("e0", subject.on_device(torch.ones(50_000)), microbatch)
-                else:
-                    session.recv("e0", 0)
-                comm.reduce([0.0])  # nobody leaves before everything is sent
-
-
-def closes_with_a_queue(
-    rank: int, world_size: int, store: Store, subject: Subject, how: Sequence[str]
-) -> None:
-    """Both ranks close with more messages queued than a link has in flight; nobody receives them.
-
-    ``how`` may have the words ``"both"``, messages go both ways, and ``"late"``: no send is
-    through before the other rank has said goodbye or, if messages go both ways, begun to close.
-    """
-    closing, queued, parted = PrefixStore("closing", store), threading.Event(), threading.Event()
-
-    def wait() -> None:
-        if queued.is_set() and "both" in how:
-            closing.wait([str(1 - rank)], timedelta(seconds=subject.patience_s))
-        elif queued.is_set():
-            parted.wait(subject.patience_s)
-
-    if "late" in how:
-        subject = subject.wrapped(lambda transport: late(transport, wait))
-    count = 2 * subject.transport().capabilities.in_flight + 4
-    plan_of = partial(Subject.plan, window=2 * count, deadline_s=subject.patience_s)
-    try:
-        with subject.join(rank, world_size, store, plan_of) as comm:
-            _queue(comm, subject, count, queued, both="both" in how)
-            if "late" in how:  # who has given up meanwhile is known for it half a second later
-                parted.wait(_EXPLAINED_S)
-            closing.set(str(rank), "1")
-            if rank == 0 and how == ("late",):
-                with suppress(PeerClosedError):
-                    comm.reduce([0.0])  # which rank 1 does not take part in: it has said goodbye
-                parted.set()
-    except StagelinkError as error:
-        raise AssertionError(
-            f"closing with {count} messages queued: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _queue(
-    comm: Handler, subject: Subject, count: int, queued: threading.Event, *, both: bool
-) -> None:
-    """Send messages that nobody receives; ``both``: gradients the other way as well."""
-    first = count if both else 0
-    tensor = subject.on_device(torch.ones(50_000)).requires_grad_()
-    with comm.train(first + count) as session:
-        taken = []
-        for microbatch in range(first):
-            if comm.rank == 0:
-                session.send("e0", tensor, microbatch)
-            else:
-                taken.append(_some(session.recv("e0", microbatch)))
-        comm.reduce([0.0])
-        queued.set()
-        for microbatch, got in enumerate(taken):
-            session.send_grad("e0", torch.ones_like(got), microbatch)
-        for microbatch in range(first, first + count):
-            if comm.rank == 0:
-                session.send("e0", tensor, microbatch)
-        comm.reduce([0.0])  # nobody leaves before everything is sent
-
-
-def leaves_with_sends_waiting(
-    rank: int, world_size: int, store: Store, subject: Subject, size_bytes: int
-) -> None:
-    """Sends that wait for a place are delivered although their session, and the handler, ended."""
-    count = 6
-    plan_of = partial(Subject.plan, deadline_s=subject.patience_s)
-    with (
-        subject.join(rank, world_size, store, plan_of) as comm,
-        comm.evaluate(count) as session,  # its window has fewer places
-    ):
-        for microbatch in range(count):
-            if rank == 0:
-                tensor = torch.full((size_bytes,), microbatch, dtype=torch.uint8)
-                session.isend("e0", subject.on_device(tensor), microbatch)
-            else:
-                try:
-                    got = _some(session.recv("e0", microbatch))
-                except StagelinkError as error:
-                    raise AssertionError(
-                        f"message {microbatch} was sent, and lost as its session was left: {error}"
-                    ) from error
-                assert bool((got == microbatch).all()), f"message {microbatch} arrived changed"
 
 
 def raises_in_user_code(rank: int, world_size: int, store: Store, subject: Subject) -> str:
@@ -441,7 +295,7 @@ def sends_for_ever(
                         tensor[0] = tensor[-1] = value
                         session.send("e0", tensor, microbatch)
                     else:
-                        _check_ends(_some(session.recv("e0", microbatch)), value)
+                        _check_ends(some(session.recv("e0", microbatch)), value)
             if number == 1:
                 report("going")
 
@@ -453,6 +307,7 @@ def _check_ends(tensor: torch.Tensor, value: int) -> None:
     )
 
 
-def _some(tensor: torch.Tensor | None) -> torch.Tensor:
+def some(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Check that something was received."""
     assert tensor is not None, "None arrived in place of a tensor"
     return tensor

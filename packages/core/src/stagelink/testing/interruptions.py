@@ -1,46 +1,22 @@
 """What a transport does with a message whose peer stops or dies, or whose own end is aborted.
 
-In each check a small message is through, and then a large one begins between two ranks. One rank
-stops half way: a sender in its announcement, a receiver before its ``begin``. Each rank follows
-its part of the check in order; where that depends on the other's, it waits for a word in the
-store, so nothing depends on which rank is faster. A transport whose message is through before has
-nothing to wait for, which is returned as that.
+Each rank follows its part of a check in order; where that depends on the other's, it waits for a
+word in the store, so nothing depends on which rank is faster. A check returns, on each rank, what
+the transport did wrong, or nothing; `NOTHING_TO_WAIT_FOR` of one whose message is through before.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import queue
 import signal
-import threading
-import time
-from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore
-
-from stagelink.deadline import Deadline
-from stagelink.errors import StagelinkError
-from stagelink.testing.leaks import LeakCheck
-from stagelink.testing.samples import difference, tensors_of_sizes
-from stagelink.testing.wrapping import E, WrappedEnd, WrappedReceiver, WrappedSender, wrapped
-from stagelink.transport.contract import Receiver, Sender
-from stagelink.transport.payload import payload_problem
+from stagelink.testing.half_way import DEADLINE_S, NOTHING_TO_WAIT_FOR, WORD_S, half_way
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import torch
     from torch.distributed import Store
 
-    from stagelink.exchange.handles import SendHandle
-    from stagelink.exchange.session import Session
     from stagelink.testing.subject import Subject
-    from stagelink.transport.contract import Announce, Done, Message, Port, Transport
-    from stagelink.transport.header import Header
 
 __all__ = [
     "NOTHING_TO_WAIT_FOR",
@@ -53,30 +29,20 @@ __all__ = [
     "check_silent_sender",
 ]
 
-NOTHING_TO_WAIT_FOR = "the whole message is through before anybody waits for it"
-
-_SIZE_BYTES = 32 * 1024 * 1024
-"""More than any socket's buffers hold."""
-
-_WORD_S = 20.0
-_DEADLINE_S = 0.2
 _FAILS_S = 1.0
+"""Seconds for a receive to find that nothing comes any more."""
 
 
 def check_silent_sender(rank: int, world_size: int, store: Store, subject: Subject) -> str:
-    """Check that a receive neither blocks reading nor its caller when the sender stops.
-
-    Like the others it returns, on each rank, what the transport did wrong, `NOTHING_TO_WAIT_FOR`
-    or nothing.
-    """
-    with _half_way(rank, world_size, store, subject, stops=0) as side:
+    """Check that a receive neither blocks reading nor its caller when the sender stops."""
+    with half_way(rank, world_size, store, subject, stops=0) as side:
         if rank == 0:
             side.send()
             side.wait("seen")
             return ""
         wrong = (
             side.wait_begun()
-            or side.call("receive", lambda: side.session.recv("e0", 1, deadline_s=_DEADLINE_S))
+            or side.call("receive", lambda: side.session.recv("e0", 1, deadline_s=DEADLINE_S))
             or side.arrival("sends no more")
         )
         side.tell("seen")
@@ -85,27 +51,27 @@ def check_silent_sender(rank: int, world_size: int, store: Store, subject: Subje
 
 def check_silent_receiver(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that a send does not block its caller when the receiver stops."""
-    with _half_way(rank, world_size, store, subject, stops=1) as side:
+    with half_way(rank, world_size, store, subject, stops=1) as side:
         if rank == 1:
             side.wait("seen")
             return ""
-        wrong = side.call("send", lambda: side.send().wait(_DEADLINE_S)) or side.arrival("")
+        wrong = side.call("send", lambda: side.send().wait(DEADLINE_S)) or side.arrival("")
         side.tell("seen")
         return wrong
 
 
 def check_broken_off(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that a receive whose sender has been aborted half way is not done."""
-    with _half_way(rank, world_size, store, subject, stops=1) as side:
+    with half_way(rank, world_size, store, subject, stops=1) as side:
         if rank == 0:
             side.send()
-            side.began.wait(_WORD_S)
+            side.began.wait(WORD_S)
             side.end.abort(ConnectionAbortedError("this end has given up"))
             side.tell("broken off")
             side.wait("seen")
             return ""
         side.wait("broken off")
-        side.began.wait(_WORD_S)
+        side.began.wait(WORD_S)
         side.begin()
         wrong = side.arrival("has broken off", _FAILS_S)
         side.tell("seen")
@@ -117,16 +83,16 @@ def check_died(rank: int, world_size: int, store: Store, subject: Subject) -> st
 
     What the transport makes of that alone is looked at: core's abort comes later.
     """
-    with _half_way(rank, world_size, store, subject, stops=1) as side:
+    with half_way(rank, world_size, store, subject, stops=1) as side:
         if rank == 0:
             side.send()
-            side.began.wait(_WORD_S)
+            side.began.wait(WORD_S)
             side.wait("receiver is there")
             os.kill(os.getpid(), signal.SIGKILL)
         side.holds_abort = True
-        side.began.wait(_WORD_S)
+        side.began.wait(WORD_S)
         side.tell("receiver is there")
-        side.aborted.wait(_WORD_S)
+        side.aborted.wait(WORD_S)
         side.begin()
         wrong = side.arrival("has died", _FAILS_S)
         side.let_go()
@@ -135,14 +101,14 @@ def check_died(rank: int, world_size: int, store: Store, subject: Subject) -> st
 
 def check_receiver_aborts(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that whatever waits for a receive ends when it is aborted."""
-    with _half_way(rank, world_size, store, subject, stops=0) as side:
+    with half_way(rank, world_size, store, subject, stops=0) as side:
         if rank == 0:
             side.holds_abort = True
             side.send()
             side.wait("seen")
             side.let_go()
             return ""
-        wrong = side.wait_begun() or side.arrival("sends no more", _DEADLINE_S)
+        wrong = side.wait_begun() or side.arrival("sends no more", DEADLINE_S)
     wrong = wrong or side.abort_problem("receive", "Receiver.close")
     side.tell("seen")
     return wrong
@@ -150,14 +116,14 @@ def check_receiver_aborts(rank: int, world_size: int, store: Store, subject: Sub
 
 def check_sender_aborts(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that whatever waits for a send ends when it is aborted."""
-    with _half_way(rank, world_size, store, subject, stops=1) as side:
+    with half_way(rank, world_size, store, subject, stops=1) as side:
         if rank == 1:
             side.holds_abort = True
             side.wait("seen")
             side.let_go()
             return ""
         side.send()
-        wrong = side.arrival("", _DEADLINE_S)
+        wrong = side.arrival("", DEADLINE_S)
     wrong = wrong or side.abort_problem("send", "Sender.close")
     side.tell("seen")
     return wrong
@@ -165,296 +131,6 @@ def check_sender_aborts(rank: int, world_size: int, store: Store, subject: Subje
 
 def check_close(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that closing an end, and the transport, returns by its deadline and raises nothing."""
-    with _half_way(rank, world_size, store, subject, stops=None) as side:
+    with half_way(rank, world_size, store, subject, stops=None) as side:
         pass
     return side.close_problem()
-
-
-@contextmanager
-def _half_way(
-    rank: int, world_size: int, store: Store, subject: Subject, *, stops: int | None
-) -> Iterator[_Side]:
-    """A pair of ranks that a small message has passed; at its end the handler is aborted.
-
-    Args:
-        rank: this rank; 0 sends.
-        world_size: two.
-        store: where they meet.
-        subject: the transport.
-        stops: the rank at which the large message goes no further; None: there is none.
-    """
-    side = _Side(
-        PrefixStore("interruption", store), subject, stops=stops == rank, closes=stops is None
-    )
-    stopped = subject.wrapped(side.wrap)
-    plan = stopped.plan(close_deadline_s=2 * subject.patience_s)
-    try:
-        with (
-            stopped.connect(plan, rank, world_size, store) as comm,
-            comm.evaluate(2) as session,
-        ):
-            if rank == 0:
-                session.send("e0", side.payload[:1000], 0)
-            else:
-                session.recv("e0", 0)
-            comm.reduce([0.0])
-            side.session = session
-            # The receiver's own thread reads no more: another does when the large message comes.
-            side.wait("there") if rank == 0 else side.tell("there")
-            yield side
-            if stops is not None:
-                comm.abort(InterruptedError("the check is over"))
-    except StagelinkError:
-        if not hasattr(side, "session"):
-            raise
-
-
-class _Side:
-    """One rank's side of the link, and what has become of its large message there.
-
-    Attributes:
-        session: the ranks' session.
-        end: the transport's end here.
-        began: set when the message has been announced, or is given to the receiver.
-        done: what the transport is given for core's.
-        aborted: set when core has aborted the end.
-        holds_abort: whether that is kept from the end.
-        payload: the message's.
-    """
-
-    session: Session
-    end: Sender | Receiver
-    _begin: Callable[[], None]
-
-    def __init__(self, store: Store, subject: Subject, *, stops: bool, closes: bool) -> None:
-        self.began = threading.Event()
-        self.aborted = threading.Event()
-        self.holds_abort = False
-        self.payload = subject.on_device(next(tensors_of_sizes((_SIZE_BYTES,))))
-        self._store = store
-        self._patience_s = subject.patience_s
-        self._stops = stops
-        self._closes = closes
-        self._begun = threading.Event()
-        self.done = _Done()
-        self._lent: torch.Tensor | None = None
-        self._closing: dict[str, float | BaseException] = {}
-        # Ranks that are threads of one process would count each other's.
-        alone = threading.current_thread() is threading.main_thread()
-        self._threads = LeakCheck("threads") if alone else None
-
-    # -- for the checks
-
-    def tell(self, word: str) -> None:
-        """Tell the other rank."""
-        self._store.set(word, "1")
-
-    def wait(self, word: str) -> None:
-        """Wait until the other rank has told."""
-        self._store.wait([word], timedelta(seconds=_WORD_S))
-
-    def send(self) -> SendHandle:
-        """Send the large message; returns when it has begun, or waits for room."""
-        return self.session.isend("e0", self.payload, 1, copy=False)
-
-    def begin(self) -> None:
-        """Have a receiver that stopped begin."""
-        try:
-            self._begin()
-        except Exception as error:  # as good as any other failure
-            self.done.failed(error)
-
-    def let_go(self) -> None:
-        """Hold the end's abort no longer."""
-        self.holds_abort = False
-        self.end.abort(ConnectionAbortedError("the other end has gone"))
-
-    def wait_begun(self) -> str:
-        """Wait until the receiver's ``begin`` has returned."""
-        self.began.wait(_WORD_S)
-        if self._begun.wait(self._patience_s):
-            return ""
-        return f"Receiver.begin still blocks {self._patience_s:g} s after: it waits for the sender"
-
-    def call(self, which: str, call: Callable[[], object]) -> str:
-        """Make a call that is to raise TimeoutError, on a thread that may hang."""
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                call()
-            except BaseException as error:  # for the thread that looks
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="interrupted call", daemon=True)
-        thread.start()
-        thread.join(_DEADLINE_S + self._patience_s)
-        if thread.is_alive():
-            late = f"it still blocks {self._patience_s:g} s after"
-            return f"a {which} ignores its deadline: {late}"
-        if errors and not isinstance(errors[0], TimeoutError):
-            return f"a {which} raises {errors[0]!r} at its deadline, where TimeoutError is due"
-        return ""
-
-    def arrival(self, gone: str, timeout_s: float = 0.0) -> str:
-        """Wait for a moment for the message to be done; only a whole one may be.
-
-        Args:
-            gone: what the other end has done, of a receive.
-            timeout_s: how long.
-        """
-        try:
-            told = self.done.told.get(timeout=timeout_s)
-        except queue.Empty:
-            return ""
-        if isinstance(told, BaseException):
-            return ""
-        problem = None
-        if isinstance(self.end, Receiver):
-            device = self.payload.device.type
-            problem = payload_problem(told, _SIZE_BYTES, self._lent, device)
-            whole = self._lent if told is None else told
-            if problem is None and whole is not None:
-                problem = difference(whole.cpu(), self.payload.cpu())
-        if problem:
-            how = f"although the other end {gone}: {problem}"
-            return f"a receive is done as if the message had arrived, {how}"
-        return NOTHING_TO_WAIT_FOR
-
-    def abort_problem(self, which: str, close: str) -> str:
-        """Look whether anything of the transport's waited on after its abort."""
-        took = self._closing.get(close, math.inf)
-        if isinstance(took, BaseException):
-            return f"{close} raises {took!r} after its abort"
-        late = f"a {which} still waits {self._patience_s:g} s after its abort"
-        if took > self._patience_s:
-            return late
-        try:
-            if self._threads is not None:
-                self._threads.verify(self._patience_s)
-        except AssertionError as error:
-            return f"{late}: {error}"
-        return ""
-
-    def close_problem(self) -> str:
-        """Look at how closing went."""
-        for what, took in self._closing.items():
-            if isinstance(took, BaseException):
-                return f"{what} raises {took!r}"
-            if took > _DEADLINE_S + self._patience_s:
-                return f"{what} still blocks {self._patience_s:g} s after its deadline"
-        return ""
-
-    # -- for the transport
-
-    def wrap(self, transport: type[Transport]) -> type[Transport]:
-        """Make a transport whose large message stops as this side has it."""
-
-        def close(inner: Transport, deadline: Deadline) -> None:
-            self.close("Transport.close", partial(transport.close, inner), deadline)
-
-        return wrapped(
-            transport,
-            f"stopped-{transport.name}",
-            sender=partial(_Sender, self),
-            receiver=partial(_Receiver, self),
-            close=close,
-        )
-
-    def announced(self) -> None:
-        """The message is announced: go no further if this is where it stops."""
-        self.began.set()
-        if self._stops:
-            self.wait("seen")
-
-    def given(self, begin: Callable[[], None]) -> None:
-        """The message is given to its receiver: begin unless this is where it stops."""
-        self._begin = begin
-        self.began.set()
-        if not self._stops:
-            begin()
-            self._begun.set()
-
-    def lend(self, accept: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Lend the receiver a buffer."""
-        self._lent = accept().zero_()
-        return self._lent
-
-    def close(self, what: str, close: Callable[[Deadline], None], deadline: Deadline) -> None:
-        """Close something, and note how long it takes."""
-        began = time.monotonic()
-        self._closing[what] = math.inf
-        try:
-            close(Deadline(_DEADLINE_S) if self._closes else deadline)
-        except BaseException as error:
-            self._closing[what] = error
-            raise
-        self._closing[what] = time.monotonic() - began
-
-
-class _Done:
-    """Takes the place of core's `Done`, which thus never hears of the large message."""
-
-    def __init__(self) -> None:
-        self.told: queue.SimpleQueue[torch.Tensor | BaseException | None] = queue.SimpleQueue()
-
-    def __call__(self, payload: torch.Tensor | None = None) -> None:
-        self.told.put(payload)
-
-    def failed(self, error: BaseException) -> None:
-        self.told.put(error)
-
-
-class _End(WrappedEnd[E]):
-    name = ""
-
-    def __init__(self, side: _Side, inner: E, port: Port) -> None:
-        super().__init__(inner, port)
-        self._side = side
-
-    def abort(self, cause: BaseException) -> None:
-        self._side.aborted.set()
-        if not self._side.holds_abort:
-            super().abort(cause)
-
-    def close(self, deadline: Deadline) -> None:
-        self._side.close(f"{self.name}.close", super().close, deadline)
-
-
-class _Sender(_End[Sender], WrappedSender):
-    name = "Sender"
-
-    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
-        if message.header.payload_bytes != _SIZE_BYTES:
-            return super().begin(message, announce, done)
-        self._side.end = self.inner
-
-        def announce_and_stop(note: bytes = b"", fds: Sequence[int] = ()) -> None:
-            announce(note, fds)
-            self._side.announced()
-
-        return super().begin(message, announce_and_stop, self._side.done)
-
-
-class _Receiver(_End[Receiver], WrappedReceiver):
-    name = "Receiver"
-
-    def begin(
-        self,
-        header: Header,
-        note: bytes,
-        fds: Sequence[int],
-        accept: Callable[[], torch.Tensor],
-        done: Done,
-    ) -> None:
-        side = self._side
-        if header.payload_bytes != _SIZE_BYTES:
-            super().begin(header, note, fds, accept, done)
-            return
-        side.end = self.inner
-
-        def begin() -> None:
-            with self.port.lane.entered():
-                self.inner.begin(header, note, fds, partial(side.lend, accept), side.done)
-
-        side.given(begin)

@@ -1,0 +1,168 @@
+"""What ranks run in conformance tests of closing: as `stagelink.testing.drivers`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import PrefixStore
+
+from stagelink.errors import PeerClosedError, StagelinkError
+from stagelink.testing.drivers import echo, some
+from stagelink.testing.late import late
+from stagelink.testing.leaks import LeakCheck
+from stagelink.testing.subject import Subject
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from stagelink.exchange.handler import Handler
+
+__all__ = [
+    "closes_with_a_queue",
+    "closes_without_trace",
+    "leaves_with_sends_waiting",
+    "unread_at_close",
+]
+
+_EXPLAINED_S = 0.6
+"""By then a transport's failure is the handler's: a peer's death would have explained it."""
+
+
+def closes_without_trace(rank: int, world_size: int, store: Store, subject: Subject) -> None:
+    """Ten times opened, used and closed: nothing is there that was not before."""
+    # Ranks that are threads of one process would count each other's.
+    alone = threading.current_thread() is threading.main_thread()
+    _use_once(rank, world_size, store, subject)
+    check = LeakCheck("threads", "descriptors", "shared mappings")
+    with ExitStack() as own:
+        files = own.enter_context(_empty_folder()) if alone else None
+        for _ in range(9):
+            _use_once(rank, world_size, store, subject)
+        left = files and files()
+    if alone:
+        check.verify()
+        assert not left, f"left behind in the folder for temporary files: {left}"
+
+
+@contextmanager
+def _empty_folder() -> Iterator[Callable[[], list[str]]]:
+    """A folder of this process's own for temporary files; what is in it."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder
+        try:
+            yield lambda: sorted(os.listdir(folder))
+        finally:
+            tempfile.tempdir = before
+
+
+def _use_once(rank: int, world_size: int, store: Store, subject: Subject) -> None:
+    with (
+        subject.join(rank, world_size, store) as comm,
+        comm.train(2) as session,
+    ):
+        echo(session, rank, [subject.on_device(torch.ones(5000)) for _ in range(2)])
+
+
+def unread_at_close(rank: int, world_size: int, store: Store, subject: Subject) -> None:
+    """A session left with messages unread harms neither the next session nor the close."""
+    with subject.join(rank, world_size, store, partial(Subject.plan, window=4)) as comm:
+        for _ in range(3):
+            with comm.evaluate(4) as session:
+                if rank == 0:
+                    for microbatch in range(4):
+                        session.send("e0", subject.on_device(torch.ones(50_000)), microbatch)
+                else:
+                    session.recv("e0", 0)
+                comm.reduce([0.0])  # nobody leaves before everything is sent
+
+
+def closes_with_a_queue(
+    rank: int, world_size: int, store: Store, subject: Subject, how: Sequence[str]
+) -> None:
+    """Both ranks close with more messages queued than a link has in flight; nobody receives them.
+
+    ``how`` may have the words ``"both"``, messages go both ways, and ``"late"``: no send is
+    through before the other rank has said goodbye or, if messages go both ways, begun to close.
+    """
+    closing, queued, parted = PrefixStore("closing", store), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if queued.is_set() and "both" in how:
+            closing.wait([str(1 - rank)], timedelta(seconds=subject.patience_s))
+        elif queued.is_set():
+            parted.wait(subject.patience_s)
+
+    if "late" in how:
+        subject = subject.wrapped(lambda transport: late(transport, wait))
+    count = 2 * subject.transport().capabilities.in_flight + 4
+    plan_of = partial(Subject.plan, window=2 * count, deadline_s=subject.patience_s)
+    try:
+        with subject.join(rank, world_size, store, plan_of) as comm:
+            _queue(comm, subject, count, queued, both="both" in how)
+            if "late" in how:  # who has given up meanwhile is known for it half a second later
+                parted.wait(_EXPLAINED_S)
+            closing.set(str(rank), "1")
+            if rank == 0 and how == ("late",):
+                with suppress(PeerClosedError):
+                    comm.reduce([0.0])  # which rank 1 does not take part in: it has said goodbye
+                parted.set()
+    except StagelinkError as error:
+        raise AssertionError(
+            f"closing with {count} messages queued: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _queue(
+    comm: Handler, subject: Subject, count: int, queued: threading.Event, *, both: bool
+) -> None:
+    """Send messages that nobody receives; ``both``: gradients the other way as well."""
+    first = count if both else 0
+    tensor = subject.on_device(torch.ones(50_000)).requires_grad_()
+    with comm.train(first + count) as session:
+        taken = []
+        for microbatch in range(first):
+            if comm.rank == 0:
+                session.send("e0", tensor, microbatch)
+            else:
+                taken.append(some(session.recv("e0", microbatch)))
+        comm.reduce([0.0])
+        queued.set()
+        for microbatch, got in enumerate(taken):
+            session.send_grad("e0", torch.ones_like(got), microbatch)
+        for microbatch in range(first, first + count):
+            if comm.rank == 0:
+                session.send("e0", tensor, microbatch)
+        comm.reduce([0.0])  # nobody leaves before everything is sent
+
+
+def leaves_with_sends_waiting(
+    rank: int, world_size: int, store: Store, subject: Subject, size_bytes: int
+) -> None:
+    """Sends that wait for a place are delivered although their session, and the handler, ended."""
+    count = 6
+    plan_of = partial(Subject.plan, deadline_s=subject.patience_s)
+    with (
+        subject.join(rank, world_size, store, plan_of) as comm,
+        comm.evaluate(count) as session,  # its window has fewer places
+    ):
+        for microbatch in range(count):
+            if rank == 0:
+                tensor = torch.full((size_bytes,), microbatch, dtype=torch.uint8)
+                session.isend("e0", subject.on_device(tensor), microbatch)
+            else:
+                try:
+                    got = some(session.recv("e0", microbatch))
+                except StagelinkError as error:
+                    raise AssertionError(
+                        f"message {microbatch} was sent, and lost as its session was left: {error}"
+                    ) from error
+                assert bool((got == microbatch).all()), f"message {microbatch} arrived changed"
