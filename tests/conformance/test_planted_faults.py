@@ -57,6 +57,7 @@ FOUND_BY = {
         "lost: messages [0, 1, 2, 3",
         {"size_bytes": 100},
     ),
+    "BlocksReading": Found("test_values", "an action of Port.watch took 2.0 s, it had 0 s"),
     "SwallowsADeath": Found(
         "test_a_peer_that_breaks_off_is_no_end_of_a_message",
         "a receive is done as if the message had arrived, although the other end has broken off",

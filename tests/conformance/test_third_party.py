@@ -1,4 +1,4 @@
-"""Transports by somebody else pass the tests: the example, and one that can only block."""
+"""Transports by somebody else pass: of sockets, of what can only block, of a shared worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from examples.third_party_transport.src.stagelink_plaintcp import PlainTcp
 
 from stagelink.testing.conformance import TransportConformance
 from tests.conformance.blocking_tcp import BlockingTcp
+from tests.conformance.shared_worker import SharedWorker
 
 
 class TestPlainTcp(TransportConformance):
@@ -14,3 +15,7 @@ class TestPlainTcp(TransportConformance):
 
 class TestBlockingTcp(TransportConformance):
     transport = BlockingTcp
+
+
+class TestSharedWorker(TransportConformance):
+    transport = SharedWorker
