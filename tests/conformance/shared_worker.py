@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stagelink.transport.contract import Announce, Done, Link, Message, Port
     from stagelink.transport.header import Header
 
-PIECE_BYTES = 32 * 1024
+PIECE_BYTES = 128 * 1024
 SHARE = 64
 """Datagrams at a time: everybody's messages wait for the reading thread."""
 

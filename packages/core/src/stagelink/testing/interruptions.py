@@ -35,33 +35,36 @@ _FAILS_S = 1.0
 
 def check_silent_sender(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that a receive neither blocks reading nor its caller when the sender stops."""
+    wrong = ""
     with half_way(rank, world_size, store, subject, stops=0) as side:
         if rank == 0:
             side.send()
             side.wait("seen")
-            return ""
-        wrong = (
-            side.wait_begun()
-            or side.call("receive", lambda: side.session.recv("e0", 1, deadline_s=DEADLINE_S))
-            or side.arrival("sends no more")
-        )
-        side.tell("seen")
-        return wrong
+        else:
+            wrong = (
+                side.wait_begun()
+                or side.call("receive", lambda: side.session.recv("e0", 1, deadline_s=DEADLINE_S))
+                or side.arrival("sends no more")
+            )
+            side.tell("seen")
+    return wrong
 
 
 def check_silent_receiver(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that a send does not block its caller when the receiver stops."""
+    wrong = ""
     with half_way(rank, world_size, store, subject, stops=1) as side:
-        if rank == 1:
+        if rank == 0:
+            wrong = side.call("send", lambda: side.send().wait(DEADLINE_S)) or side.arrival("")
+            side.tell("seen")
+        else:
             side.wait("seen")
-            return ""
-        wrong = side.call("send", lambda: side.send().wait(DEADLINE_S)) or side.arrival("")
-        side.tell("seen")
-        return wrong
+    return wrong
 
 
 def check_broken_off(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that a receive whose sender has been aborted half way is not done."""
+    wrong = ""
     with half_way(rank, world_size, store, subject, stops=1) as side:
         if rank == 0:
             side.send()
@@ -69,13 +72,13 @@ def check_broken_off(rank: int, world_size: int, store: Store, subject: Subject)
             side.end.abort(ConnectionAbortedError("this end has given up"))
             side.tell("broken off")
             side.wait("seen")
-            return ""
-        side.wait("broken off")
-        side.began.wait(WORD_S)
-        side.begin()
-        wrong = side.arrival("has broken off", _FAILS_S)
-        side.tell("seen")
-        return wrong
+        else:
+            side.wait("broken off")
+            side.began.wait(WORD_S)
+            side.begin()
+            wrong = side.arrival("has broken off", _FAILS_S)
+            side.tell("seen")
+    return wrong
 
 
 def check_died(rank: int, world_size: int, store: Store, subject: Subject) -> str:
@@ -83,49 +86,55 @@ def check_died(rank: int, world_size: int, store: Store, subject: Subject) -> st
 
     What the transport makes of that alone is looked at: core's abort comes later.
     """
+    wrong = ""
     with half_way(rank, world_size, store, subject, stops=1) as side:
         if rank == 0:
             side.send()
             side.began.wait(WORD_S)
             side.wait("receiver is there")
             os.kill(os.getpid(), signal.SIGKILL)
-        side.holds_abort = True
-        side.began.wait(WORD_S)
-        side.tell("receiver is there")
-        side.aborted.wait(WORD_S)
-        side.begin()
-        wrong = side.arrival("has died", _FAILS_S)
-        side.let_go()
-        return wrong
+        else:
+            side.holds_abort = True
+            side.began.wait(WORD_S)
+            side.tell("receiver is there")
+            side.aborted.wait(WORD_S)
+            side.begin()
+            wrong = side.arrival("has died", _FAILS_S)
+            side.let_go()
+    return wrong
 
 
 def check_receiver_aborts(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that whatever waits for a receive ends when it is aborted."""
+    wrong = ""
     with half_way(rank, world_size, store, subject, stops=0) as side:
         if rank == 0:
             side.holds_abort = True
             side.send()
             side.wait("seen")
             side.let_go()
-            return ""
-        wrong = side.wait_begun() or side.arrival("sends no more", DEADLINE_S)
-    wrong = wrong or side.abort_problem("receive", "Receiver.close")
-    side.tell("seen")
+        else:
+            wrong = side.wait_begun() or side.arrival("sends no more", DEADLINE_S)
+    if rank == 1:
+        wrong = wrong or side.abort_problem("receive", "Receiver.close")
+        side.tell("seen")
     return wrong
 
 
 def check_sender_aborts(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that whatever waits for a send ends when it is aborted."""
+    wrong = ""
     with half_way(rank, world_size, store, subject, stops=1) as side:
-        if rank == 1:
+        if rank == 0:
+            side.send()
+            wrong = side.arrival("", DEADLINE_S)
+        else:
             side.holds_abort = True
             side.wait("seen")
             side.let_go()
-            return ""
-        side.send()
-        wrong = side.arrival("", DEADLINE_S)
-    wrong = wrong or side.abort_problem("send", "Sender.close")
-    side.tell("seen")
+    if rank == 0:
+        wrong = wrong or side.abort_problem("send", "Sender.close")
+        side.tell("seen")
     return wrong
 
 
