@@ -1,4 +1,4 @@
-"""What tests of pipelines and transports need: ranks to run on, leaks to find, faults to cause."""
+"""Tools for tests of pipelines and transports: ranks to run on, leaks to find, faults to cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks run in conformance tests of closing: as `stagelink.testing.drivers`."""
+"""Programs that ranks run in conformance tests of closing; as `stagelink.testing.drivers`."""
 
 from __future__ import annotations
 
@@ -147,12 +147,12 @@ def _queue(
 def leaves_with_sends_waiting(
     rank: int, world_size: int, store: Store, subject: Subject, size_bytes: int
 ) -> None:
-    """Sends that wait for a place are delivered although their session, and the handler, ended."""
+    """Sends that wait for credit are delivered although their session, and the handler, ended."""
     count = 6
     plan_of = partial(Subject.plan, deadline_s=subject.patience_s)
     with (
         subject.join(rank, world_size, store, plan_of) as comm,
-        comm.evaluate(count) as session,  # its window has fewer places
+        comm.evaluate(count) as session,  # its window has less credit
     ):
         for microbatch in range(count):
             if rank == 0:

@@ -143,7 +143,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("synchronous", [False, True], ids=["buffered", "synchronous"])
     def test_sizes(self, run: Callable[..., Any], synchronous: bool) -> None:
-        """Messages of 0 bytes to 20 MB under way together arrive whole."""
+        """Messages of 0 bytes to 20 MB in flight together arrive whole."""
         run(drivers.keeps_sizes, _SIZES_BYTES, synchronous=synchronous)
 
     @pytest.mark.parametrize("size_bytes", [100, 300_000])
@@ -252,11 +252,11 @@ class TransportConformance:
         _judge([outcome.value])
 
     def test_abort_ends_a_receive(self, run: Callable[..., Any]) -> None:
-        """What waits for a receive ends when its end is aborted."""
+        """Every wait for a receive ends when its end is aborted."""
         _ask(run, interruptions.check_receiver_aborts)
 
     def test_abort_ends_a_send(self, run: Callable[..., Any]) -> None:
-        """What waits for a send ends when its end is aborted."""
+        """Every wait for a send ends when its end is aborted."""
         _ask(run, interruptions.check_sender_aborts)
 
     def test_user_error_reaches_the_peer(self, run: Callable[..., Any]) -> None:
@@ -289,7 +289,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("size_bytes", [100, 300_000])
     def test_sends_outlive_their_session(self, run: Callable[..., Any], size_bytes: int) -> None:
-        """What waits for a place in its window arrives, though session and handler are left."""
+        """Messages that wait for credit arrive, though session and handler are left."""
         run(closing.leaves_with_sends_waiting, size_bytes)
 
     def test_close_takes_in_what_is_queued(self, run: Callable[..., Any]) -> None:

@@ -47,7 +47,7 @@ with other things to do."""
 
 @dataclass
 class ContractCheck:
-    """What a transport did against the contract on one rank. Thread-safe.
+    """Violations of the contract by a transport on one rank. Thread-safe.
 
     Attributes:
         patience_s: seconds beyond its limit after which a call counts as blocked.

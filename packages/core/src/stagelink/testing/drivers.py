@@ -1,4 +1,4 @@
-"""What ranks run in conformance tests: small programs over a pair of stages, or three.
+"""Programs that ranks run in conformance tests: small, over a pair of stages, or three.
 
 They stand at the module's top level, so that rank processes find them. Each is called as
 ``driver(rank, world_size, store, subject, …)``, and raises AssertionError where the transport
@@ -87,7 +87,7 @@ def sends_values(rank: int, world_size: int, store: Store, subject: Subject) -> 
 def keeps_sizes(
     rank: int, world_size: int, store: Store, subject: Subject, sizes_bytes: tuple[int, ...]
 ) -> None:
-    """Messages of many sizes under way together arrive whole."""
+    """Messages of many sizes in flight together arrive whole."""
     tensors = [subject.on_device(tensor) for tensor in tensors_of_sizes(sizes_bytes)]
     plan_of = partial(Subject.plan, window=len(tensors))
     with subject.join(rank, world_size, store, plan_of) as comm:

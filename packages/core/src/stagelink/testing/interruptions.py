@@ -1,4 +1,4 @@
-"""What a transport does with a message whose peer stops or dies, or whose own end is aborted.
+"""Checks of a message whose peer stops or dies half way, or whose own end is aborted.
 
 Each rank follows its part of a check in order; where that depends on the other's, it waits for a
 word in the store, so nothing depends on which rank is faster. A check returns, on each rank, what

@@ -1,4 +1,4 @@
-"""What a rank process is told to do: a function found by its place, arguments, a rank.
+"""Jobs of rank processes: a function found by its module, arguments, a rank.
 
 Jobs are pickled: they travel from a test to processes that it started itself, never on stagelink's
 wire.

@@ -1,4 +1,4 @@
-"""What a piece of code left behind: threads, file descriptors, processes, shared memory."""
+"""Leaks of a piece of code: threads, file descriptors, processes, shared memory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ KINDS: dict[str, Callable[[], Holdings]] = {
 
 
 class LeakCheck:
-    """What this process holds at the moment of construction, to be compared with later.
+    """Snapshot of what this process holds at the moment of construction, to compare with later.
 
     Args:
         kinds: some of `KINDS`; none given: all of them.

@@ -1,4 +1,4 @@
-"""What became of one rank of a test, and the error that tells it of all of them."""
+"""The outcome of one rank of a test, and the error that tells those of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Outcome", "RankFailedError"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the function of one rank ended.
+    """End of one rank's function.
 
     Attributes:
         rank: the rank.

@@ -45,7 +45,7 @@ LIMIT_S = 600.0
 
 
 class RankProcesses(Generic[T]):
-    """One function under way on one process per rank. A context manager: at its end all are gone.
+    """One function that runs on one process per rank. A context manager: at its end all are gone.
 
     Args:
         job: what they run.

@@ -1,4 +1,4 @@
-"""What a rank process does: run a task, send home what came of it, wait for the next."""
+"""Work of a rank process: run a task, send its outcome home, wait for the next."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Failed:
 
 
 class _Home:
-    """The way from a rank process to the one that started it."""
+    """Connection of a rank process to the one that started it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

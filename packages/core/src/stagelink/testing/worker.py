@@ -101,7 +101,7 @@ class Worker:
             self.connection.send_bytes(pickle.dumps(task))
 
     def output(self, stream: str) -> str:
-        """What the current task wrote to ``"stdout"`` or ``"stderr"`` so far."""
+        """Output that the current task wrote to ``"stdout"`` or ``"stderr"`` so far."""
         file = Path(self._directory.name, stream)
         return file.read_text(errors="replace") if file.exists() else ""
 

@@ -30,7 +30,7 @@ E = TypeVar("E", bound=Sender | Receiver)
 
 
 class WrappedEnd(Generic[E]):
-    """What senders and receivers share.
+    """An end that passes on all but ``begin``: the base of senders and receivers.
 
     Args:
         inner: the end inside.
