@@ -69,6 +69,7 @@ def test_modules_that_how_it_works_names_exist() -> None:
     rooms = "|".join(sorted(room for layer in LAYERS for room in layer))
     names = re.findall(rf"`((?:{rooms})\.\w+)[`.]", page)
     assert names
+    core = ROOT / "packages/core/src/stagelink"
     paths = {name: core / name.replace(".", "/") for name in names}
     found = {
         name for name, path in paths.items() if path.is_dir() or path.with_suffix(".py").is_file()

@@ -225,7 +225,7 @@ class TransportConformance:
     def test_every_handle_of_a_send_is_done(
         self, run: Callable[..., Any], size_bytes: int
     ) -> None:
-        """With copy=False the tensor is the caller's again when the handle is done."""
+        """A tensor sent with copy=False is the caller's again when the handle is done."""
         run(drivers.sends_without_copy, size_bytes)
 
     # -- faults

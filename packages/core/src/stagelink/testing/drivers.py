@@ -194,7 +194,7 @@ def holds_what_it_received(
 def sends_without_copy(
     rank: int, world_size: int, store: Store, subject: Subject, size_bytes: int
 ) -> None:
-    """With copy=False the tensor is the caller's again when the handle is done."""
+    """Check that a tensor sent with copy=False is the caller's again when the handle is done."""
     with subject.join(rank, world_size, store, partial(Subject.plan, window=4)) as comm:
         tensor = subject.on_device(torch.empty(size_bytes, dtype=torch.uint8))
         with comm.evaluate(12) as session:

@@ -52,7 +52,7 @@ class Point(enum.Enum):
 
 
 class Gate:
-    """Something to wait for: closed until `open` is called, then open for good."""
+    """A gate to wait at: closed until `open` is called, then open for good."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

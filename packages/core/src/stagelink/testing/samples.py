@@ -49,7 +49,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def difference(got: torch.Tensor, sent: torch.Tensor) -> str:
-    """In what a tensor differs from the one that was sent, in words; empty if in nothing."""
+    """Difference between a tensor and the one that was sent, in words; empty if none."""
     if got.dtype != sent.dtype:
         return f"its dtype is {got.dtype}, not {sent.dtype}"
     if got.shape != sent.shape:

@@ -1,4 +1,4 @@
-"""What a link is, and what a transport says of itself, as plain data."""
+"""A link, and what a transport says of itself, as plain data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do, as declared by its author.
+    """Abilities of a transport, as declared by its author.
 
     Attributes:
         devices: kinds of device whose tensors it carries: ``"cpu"``, ``"cuda"``.
@@ -72,7 +72,7 @@ class Link:
 
 
 class Footprint(NamedTuple):
-    """What one link may take of a server's memory beside the tensors that it carries.
+    """Memory that one link may take of a server's beside the tensors that it carries.
 
     Attributes:
         slots: messages that may be in it at once.
@@ -85,7 +85,7 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one end of a link is, for `Transport.can_connect`.
+    """Location of one end of a link, for `Transport.can_connect`.
 
     Attributes:
         rank: its rank.

@@ -1,4 +1,4 @@
-"""What a transport's end of a link asks of core."""
+"""Access of a transport's end of a link to core."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Port(Protocol):
         """Have core's reader watch a descriptor, and call ``action()`` whenever it is ready.
 
         So a library with an event descriptor makes progress on whichever thread reads, without a
-        thread of its own: the caller that waits for a message, or core's stand-by reader while
+        thread of its own: the caller that waits for a message, or core's standby reader while
         nobody waits. Level-triggered. Several links may watch one descriptor with equal actions,
         as those that share a worker do: it is called once per event.
 
