@@ -84,7 +84,7 @@ FOUND_BY = {
     "BeginsOnOneThread": Found(
         "test_sends_outlive_their_session",
         "RuntimeError: another thread",
-        {"size_bytes": 100},
+        {"size_bytes": 300_000},
     ),
     "StallsAtTheSixth": Found(
         "test_close_takes_in_what_is_queued",
