@@ -51,7 +51,7 @@ FOUND_BY = {
     "DoneTooSoon": Found("test_values", "arrived changed: "),
     "DoneTwice": Found("test_values", "a send is done twice"),
     "Overtakes": Found("test_values", "a send is done before the one that began before it"),
-    "DoneUnannounced": Found("test_values", "a send is done whose message was not announced"),
+    "DoneUnannounced": Found("test_values", "a send is done and was not announced"),
     "NeverHasRoom": Found(
         "test_nothing_is_lost",
         "lost: messages [0, 1, 2, 3",

@@ -132,7 +132,7 @@ def test_nothing_is_said_of_what_is_right() -> None:
 @pytest.mark.parametrize(
     ("begin", "problem"),
     [
-        (lambda tell, done: does(tell, tell, returns=True), "announces a message twice"),
+        (lambda tell, done: does(tell, tell, returns=True), "a send is announced twice"),
         (lambda tell, done: does(tell, returns=False), "returns False after it has announced"),
         (
             lambda tell, done: does(tell, done, returns="done"),
@@ -152,7 +152,7 @@ def test_a_senders_begin(begin: Callable[[Any, Any], Any], problem: str) -> None
 @pytest.mark.parametrize(
     ("begin", "problem"),
     [
-        (lambda tell, done: does(done, returns=True), "a send is done whose message was not ann"),
+        (lambda tell, done: does(done, returns=True), "a send is done and was not announced"),
         (lambda tell, done: does(tell, done, done, returns=True), "a send is done twice"),
         (
             lambda tell, done: does(tell, lambda: done(BYTES), returns=True),

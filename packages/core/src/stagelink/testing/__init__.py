@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from stagelink.testing.leaks import LeakCheck, no_leaks
 from stagelink.testing.outcome import Outcome, RankFailedError
-from stagelink.testing.pool import RankPool
-from stagelink.testing.ranks import RankProcesses, run_fresh
+from stagelink.testing.ranks import RankPool, RankProcesses, run_fresh
 from stagelink.testing.serving import report
 from stagelink.testing.threads import run_threads
 from stagelink.testing.worker import start_rank_server

@@ -42,8 +42,7 @@ from stagelink.plugins.problems import transport_problems
 from stagelink.testing import closing, drivers, interruptions
 from stagelink.testing.contract_check import PATIENCE_S
 from stagelink.testing.leaks import LeakCheck
-from stagelink.testing.pool import RankPool
-from stagelink.testing.ranks import run_fresh
+from stagelink.testing.ranks import RankPool, run_fresh
 from stagelink.testing.subject import Subject
 from stagelink.testing.threads import run_threads
 from stagelink.transport.contract import Capabilities, Link, Place, Transport, Verdict

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stagelink.testing.wrapping import (
     E,
@@ -110,15 +111,15 @@ def checked(transport: type[Transport], check: ContractCheck) -> type[Transport]
     return wrapped(
         transport,
         f"checked-{transport.name}",
-        sender=lambda inner, port: _Sender(inner, port, check, "Sender", "send"),
-        receiver=lambda inner, port: _Receiver(inner, port, check, "Receiver", "receive"),
-        port=lambda port: _Port(port, check),
+        sender=partial(_Sender, check),
+        receiver=partial(_Receiver, check),
+        port=partial(_Port, check),
         close=close,
     )
 
 
 class _Port(WrappedPort):
-    def __init__(self, port: Port, check: ContractCheck) -> None:
+    def __init__(self, check: ContractCheck, port: Port) -> None:
         super().__init__(port)
         self._check = check
 
@@ -140,151 +141,133 @@ class _Action:
         return again
 
 
-class _Order:
-    """The messages of one end that have begun and are not done.
+class _End(WrappedEnd[E]):
+    """Checks of both ends: ``begun`` has the messages that have begun and are not done."""
 
-    Args:
-        what: a message of this end is: ``"send"`` or ``"receive"``.
-        check: told of what is wrong.
-    """
+    name: ClassVar[str]
+    what: ClassVar[str]
 
-    def __init__(self, what: str, check: ContractCheck) -> None:
-        self.what = what
+    def __init__(self, check: ContractCheck, inner: E, port: Port) -> None:
+        super().__init__(inner, port)
         self.check = check
         self.begun: list[_Done] = []
         self.aborted = False
 
-    def problem(self, done: _Done) -> str | None:
-        """Take a message for done; what is wrong with that."""
-        if self.aborted:  # whatever is said now is not taken
-            return None
-        if done.told:
-            return f"a {self.what} is done twice"
-        late = not done.begins and done is not self.begun[0]
-        done.told = True
-        self.begun.remove(done)
-        return f"a {self.what} is done before the one that began before it" if late else None
+    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
+        with self.check.silent(f"{self.name}.on_note"):
+            super().on_note(note, fds)
+
+    def abort(self, cause: BaseException) -> None:
+        self.aborted = True
+        with self.check.silent(f"{self.name}.abort"):
+            super().abort(cause)
+
+    def close(self, deadline: Deadline) -> None:
+        with self.check.quick(f"{self.name}.close", deadline.remaining_s):
+            super().close(deadline)
 
 
 class _Done(WrappedDone):
-    """A message's completion: once, in order.
+    """Checks of a message's completion: once, in order, and as ``problem`` has it.
 
     Attributes:
-        told: whether it is done.
         begins: whether its ``begin`` has not returned.
+        told: whether it is done.
     """
 
-    def __init__(self, done: Done, order: _Order) -> None:
+    def __init__(self, done: Done, end: _End[Any]) -> None:
         super().__init__(done)
-        self._order = order
-        self.told = False
         self.begins = True
-        order.begun.append(self)
+        self.told = False
+        self._end = end
+        end.begun.append(self)
 
     def __call__(self, payload: torch.Tensor | None = None) -> None:
-        problem = self._order.problem(self) or self.problem(payload)
-        if problem is None:
+        problem = self._order_problem() or self.problem(payload)
+        if problem is None or self._end.aborted:  # what is said after that is not taken
             self.done(payload)
         else:
-            self.done.failed(self._order.check.broke(problem))
+            self.done.failed(self.broke(problem))
 
     def failed(self, error: BaseException) -> None:
-        problem = self._order.problem(self)
-        self.done.failed(error if problem is None else self._order.check.broke(problem))
+        problem = self._order_problem()
+        self.done.failed(error if problem is None or self._end.aborted else self.broke(problem))
+
+    def broke(self, problem: str) -> AssertionError:
+        return self._end.check.broke(f"a {self._end.what} {problem}")
 
     def problem(self, payload: torch.Tensor | None) -> str | None:
-        """What is wrong with a payload."""
         raise NotImplementedError
 
-    def not_taken(self) -> None:
-        """Its ``begin`` has found no room."""
-        self._order.begun.remove(self)
+    def _order_problem(self) -> str | None:
+        if self.told:
+            return "is done twice"
+        late = not self.begins and self is not self._end.begun[0]
+        self.told = True
+        self._end.begun.remove(self)
+        return "is done before the one that began before it" if late else None
 
 
 class _Sent(_Done):
-    announced = 0
+    announced = False
 
-    def __init__(self, done: Done, order: _Order, announce: Announce) -> None:
-        super().__init__(done, order)
+    def __init__(self, done: Done, end: _End[Any], announce: Announce) -> None:
+        super().__init__(done, end)
         self._announce = announce
 
     def announce(self, note: bytes = b"", fds: Sequence[int] = ()) -> None:
-        self.announced += 1
-        if self.announced > 1:
-            raise self._order.check.broke("a sender announces a message twice")
+        if self.announced:
+            raise self.broke("is announced twice")
+        self.announced = True
         self._announce(note, fds)
 
     def problem(self, payload: torch.Tensor | None) -> str | None:
         if not self.announced:
-            return "a send is done whose message was not announced"
-        return None if payload is None else "a send is done with a payload"
+            return "is done and was not announced"
+        return None if payload is None else "is done with a payload"
 
 
 class _Received(_Done):
     def __init__(
-        self,
-        done: Done,
-        order: _Order,
-        accept: Callable[[], torch.Tensor],
-        size_bytes: int,
-        device: str,
+        self, done: Done, end: _End[Any], accept: Callable[[], torch.Tensor], size_bytes: int
     ) -> None:
-        super().__init__(done, order)
+        super().__init__(done, end)
         self._accept = accept
         self._size_bytes = size_bytes
-        self._device = device
+        self._device = end.port.lane.device.type
         self._lent: torch.Tensor | None = None
 
     def accept(self) -> torch.Tensor:
         if self.told or self._lent is not None:
-            when = "when it is done" if self.told else "twice"
-            raise self._order.check.broke(f"a receive asks for a buffer {when}")
+            raise self.broke(f"asks for a buffer {'when it is done' if self.told else 'twice'}")
         self._lent = self._accept()
         return self._lent
 
     def problem(self, payload: torch.Tensor | None) -> str | None:
-        problem = payload_problem(payload, self._size_bytes, self._lent, self._device)
-        return None if problem is None else f"a receive {problem}"
-
-
-class _End(WrappedEnd[E]):
-    def __init__(self, inner: E, port: Port, check: ContractCheck, name: str, what: str) -> None:
-        super().__init__(inner, port)
-        self._check = check
-        self._name = name
-        self._order = _Order(what, check)
-
-    def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        with self._check.silent(f"{self._name}.on_note"):
-            super().on_note(note, fds)
-
-    def abort(self, cause: BaseException) -> None:
-        self._order.aborted = True
-        with self._check.silent(f"{self._name}.abort"):
-            super().abort(cause)
-
-    def close(self, deadline: Deadline) -> None:
-        with self._check.quick(f"{self._name}.close", deadline.remaining_s):
-            super().close(deadline)
+        return payload_problem(payload, self._size_bytes, self._lent, self._device)
 
 
 class _Sender(_End[Sender], WrappedSender):
+    name, what = "Sender", "send"
+
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
-        sent = _Sent(done, self._order, announce)
-        with self._check.quick("Sender.begin"):
+        sent = _Sent(done, self, announce)
+        with self.check.quick("Sender.begin"):
             taken: object = super().begin(message, sent.announce, sent)
         sent.begins = False
         if not isinstance(taken, bool):
-            raise self._check.broke(f"Sender.begin returns {taken!r}, no bool")
+            raise self.check.broke(f"Sender.begin returns {taken!r}, no bool")
         if not taken and (sent.announced or sent.told):
             did = "announced" if sent.announced else "said that the message is done"
-            raise self._check.broke(f"Sender.begin returns False after it has {did}")
+            raise self.check.broke(f"Sender.begin returns False after it has {did}")
         if not taken:
-            sent.not_taken()
+            self.begun.remove(sent)
         return taken
 
 
 class _Receiver(_End[Receiver], WrappedReceiver):
+    name, what = "Receiver", "receive"
+
     def begin(
         self,
         header: Header,
@@ -293,11 +276,10 @@ class _Receiver(_End[Receiver], WrappedReceiver):
         accept: Callable[[], torch.Tensor],
         done: Done,
     ) -> None:
-        device = self.port.lane.device.type
-        received = _Received(done, self._order, accept, header.payload_bytes, device)
+        received = _Received(done, self, accept, header.payload_bytes)
         begin: Callable[..., object] = self.inner.begin
-        with self._check.quick("Receiver.begin"):
+        with self.check.quick("Receiver.begin"):
             returned = begin(header, note, fds, received.accept, received)
         received.begins = False
         if returned is not None:
-            raise self._check.broke(f"Receiver.begin returns {returned!r}, where None is due")
+            raise self.check.broke(f"Receiver.begin returns {returned!r}, where None is due")

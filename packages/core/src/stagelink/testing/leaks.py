@@ -17,7 +17,7 @@ from stagelink.testing.worker import open_descriptors
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stagelink.testing.pool import RankPool
+    from stagelink.testing.ranks import RankPool
 
 __all__ = ["KINDS", "LeakCheck", "no_leaks"]
 
