@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -30,6 +29,7 @@ from stagelink.transport.contract import (
 )
 from stagelink.transport.header import Header, MessageKind
 from stagelink_gloo import Gloo
+from tests.support.completion import Completion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,26 +113,6 @@ class ShelfReceiver(Receiver):
         self.shelf.calls.append("receiver closes")
 
 
-class Told:
-    """Core's `Done`; to be waited for."""
-
-    def __init__(self) -> None:
-        self.said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def __call__(self, payload: torch.Tensor | None = None) -> None:
-        self.said.put(payload)
-
-    def failed(self, error: BaseException) -> None:
-        self.said.put(error)
-
-    def result(self, timeout_s: float = 20) -> torch.Tensor | None:
-        said = self.said.get(timeout=timeout_s)
-        if isinstance(said, BaseException):
-            raise said
-        assert said is None or isinstance(said, torch.Tensor)
-        return said
-
-
 class Pair:
     """Both ends of the link 0→1 by a faulty shelf."""
 
@@ -142,16 +122,16 @@ class Pair:
         self.sender: Sender = self.shelf.open_sender(LINK, PORT, Deadline(1))
         self.receiver: Receiver = self.shelf.open_receiver(LINK, PORT, Deadline(1))
 
-    def begin(self, value: int) -> Told | None:
+    def begin(self, value: int) -> Completion | None:
         payload = torch.tensor([value, value], dtype=torch.uint8)
         header = Header(MessageKind.DATA, payload_bytes=2)
-        told = Told()
+        told = Completion()
         taken = self.sender.begin(Message(header, payload), lambda note=b"", fds=(): None, told)
         return told if taken else None
 
-    def receive(self) -> Told:
+    def receive(self) -> Completion:
         header = Header(MessageKind.DATA, payload_bytes=2)
-        told = Told()
+        told = Completion()
         accept = partial(torch.empty, 2, dtype=torch.uint8)
         self.receiver.begin(header, b"there", (), accept, told)
         return told
@@ -159,8 +139,8 @@ class Pair:
     def carry(self, value: int) -> list[int]:
         sending = self.begin(value)
         assert sending is not None
-        sending.result()
-        arrived = self.receive().result()
+        sending.wait()
+        arrived = self.receive().wait()
         assert arrived is not None
         return arrived.tolist()
 
@@ -175,7 +155,7 @@ def test_without_faults_everything_passes() -> None:
     assert [pair.carry(value) for value in (1, 2)] == [[1, 1], [2, 2]]
     sending = pair.begin(3)
     assert sending is not None
-    assert not sending.said.empty()  # done within its begin
+    assert sending.over  # done within its begin
 
 
 def test_core_accepts_the_class() -> None:
@@ -211,7 +191,7 @@ def test_a_corrupted_message_leaves_the_senders_tensor_alone() -> None:
     pair = Pair(Corrupt(message=0))
     payload = torch.ones(2, dtype=torch.uint8)
     message = Message(Header(MessageKind.DATA, payload_bytes=2), payload)
-    pair.sender.begin(message, lambda note=b"", fds=(): None, Told())
+    pair.sender.begin(message, lambda note=b"", fds=(): None, Completion())
     assert payload.tolist() == [1, 1]
     assert pair.shelf.payloads[0].tolist() == [254, 1]
 
@@ -241,10 +221,10 @@ def test_what_follows_a_held_message_is_held() -> None:
     first, second = pair.begin(1), pair.begin(2)
     assert first is not None
     assert second is not None
-    with pytest.raises(queue.Empty):
-        second.result(timeout_s=0.01)
+    with pytest.raises(TimeoutError):
+        second.wait(0.01)
     gate.open()
-    assert [first.result(), second.result()] == [None, None]
+    assert [first.wait(), second.wait()] == [None, None]
     pair.close()
 
 
@@ -269,11 +249,11 @@ def test_abort_wakes_the_wait_for_a_lost_message() -> None:
     pair.begin(1)
     receiving = pair.receive()
     assert gate.asked.wait(20)
-    with pytest.raises(queue.Empty):
-        receiving.result(timeout_s=0.01)
+    with pytest.raises(TimeoutError):
+        receiving.wait(0.01)
     pair.receiver.abort(OSError())
     with pytest.raises(ConnectionAbortedError):
-        receiving.result()
+        receiving.wait()
     pair.close()
 
 

@@ -97,8 +97,12 @@ class Side:
     Attributes:
         session: the ranks' session.
         end: the transport's end here.
+        stops: whether the message goes no further here.
         began: set when the message has been announced, or is given to the receiver.
+        begun: set when the receiver's ``begin`` has returned.
+        go_on: has a receiver that stopped begin.
         done: what the transport is given for core's.
+        lent: the receiver's buffer.
         aborted: set when core has aborted the end.
         holds_abort: whether that is kept from the end.
         payload: the message's.
@@ -106,7 +110,7 @@ class Side:
 
     session: Session
     end: Sender | Receiver
-    _begin: Callable[[], None]
+    go_on: Callable[[], None]
 
     def __init__(self, store: Store, subject: Subject, *, stops: bool, closes: bool) -> None:
         self.began = threading.Event()
@@ -115,11 +119,11 @@ class Side:
         self.payload = subject.on_device(next(tensors_of_sizes((_SIZE_BYTES,))))
         self._store = store
         self._patience_s = subject.patience_s
-        self._stops = stops
+        self.stops = stops
         self._closes = closes
-        self._begun = threading.Event()
+        self.begun = threading.Event()
         self.done = _Done()
-        self._lent: torch.Tensor | None = None
+        self.lent: torch.Tensor | None = None
         self._closing: dict[str, float | BaseException] = {}
         # Ranks that are threads of one process would count each other's.
         alone = threading.current_thread() is threading.main_thread()
@@ -142,7 +146,7 @@ class Side:
     def begin(self) -> None:
         """Have a receiver that stopped begin."""
         try:
-            self._begin()
+            self.go_on()
         except Exception as error:  # as good as any other failure
             self.done.failed(error)
 
@@ -154,7 +158,7 @@ class Side:
     def wait_begun(self) -> str:
         """Wait until the receiver's ``begin`` has returned."""
         self.began.wait(WORD_S)
-        if self._begun.wait(self._patience_s):
+        if self.begun.wait(self._patience_s):
             return ""
         return f"Receiver.begin still blocks {self._patience_s:g} s after: it waits for the sender"
 
@@ -194,8 +198,8 @@ class Side:
         problem = None
         if isinstance(self.end, Receiver):
             device = self.payload.device.type
-            problem = payload_problem(told, _SIZE_BYTES, self._lent, device)
-            whole = self._lent if told is None else told
+            problem = payload_problem(told, _SIZE_BYTES, self.lent, device)
+            whole = self.lent if told is None else told
             if problem is None and whole is not None:
                 problem = difference(whole.cpu(), self.payload.cpu())
         if problem:
@@ -243,25 +247,6 @@ class Side:
             close=close,
         )
 
-    def announced(self) -> None:
-        """The message is announced: go no further if this is where it stops."""
-        self.began.set()
-        if self._stops:
-            self.wait("seen")
-
-    def given(self, begin: Callable[[], None]) -> None:
-        """The message is given to its receiver: begin unless this is where it stops."""
-        self._begin = begin
-        self.began.set()
-        if not self._stops:
-            begin()
-            self._begun.set()
-
-    def lend(self, accept: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Lend the receiver a buffer."""
-        self._lent = accept().zero_()
-        return self._lent
-
     def close(self, what: str, close: Callable[[Deadline], None], deadline: Deadline) -> None:
         """Close something, and note how long it takes."""
         began = time.monotonic()
@@ -307,15 +292,18 @@ class _Sender(_End[Sender], WrappedSender):
     name = "Sender"
 
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        side = self._side
         if message.header.payload_bytes != _SIZE_BYTES:
             return super().begin(message, announce, done)
-        self._side.end = self.inner
+        side.end = self.inner
 
         def announce_and_stop(note: bytes = b"", fds: Sequence[int] = ()) -> None:
             announce(note, fds)
-            self._side.announced()
+            side.began.set()
+            if side.stops:
+                side.wait("seen")
 
-        return super().begin(message, announce_and_stop, self._side.done)
+        return super().begin(message, announce_and_stop, side.done)
 
 
 class _Receiver(_End[Receiver], WrappedReceiver):
@@ -335,8 +323,16 @@ class _Receiver(_End[Receiver], WrappedReceiver):
             return
         side.end = self.inner
 
+        def lend() -> torch.Tensor:
+            side.lent = accept().zero_()
+            return side.lent
+
         def begin() -> None:
             with self.port.lane.entered():
-                self.inner.begin(header, note, fds, partial(side.lend, accept), side.done)
+                self.inner.begin(header, note, fds, lend, side.done)
+            side.begun.set()
 
-        side.given(begin)
+        side.go_on = begin
+        side.began.set()
+        if not side.stops:
+            begin()
