@@ -750,7 +750,7 @@ def no_room_any_more(rank: int, size: int, store: Store) -> None:
         group: Any = dist.group.WORLD
         link = group._meshes["cpu"].link_to(1)
         dist.send(filled(LARGE, 0), 1)
-        link._sender.begin = lambda *message: None  # it has no room, and never will
+        link._sender.begin = lambda *message: False  # it has no room, and never will
         work = dist.isend(filled(LARGE, 1), 1)
         assert work is not None
         assert not work.is_completed()
