@@ -30,13 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from stagelink.deadline import Deadline
-    from stagelink.transport.contract import (
-        Announce,
-        Done,
-        Message,
-        Port,
-        Transport,
-    )
+    from stagelink.transport.contract import Announce, Done, Message, Port, Transport
     from stagelink.transport.header import Header
 
 __all__ = ["PATIENCE_S", "ContractCheck", "checked"]

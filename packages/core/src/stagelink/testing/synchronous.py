@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagelink.transport.contract import (
-        Announce,
-        Done,
-        Message,
-        Port,
-        Sender,
-        Transport,
-    )
+    from stagelink.transport.contract import Announce, Done, Message, Port, Sender, Transport
     from stagelink.transport.header import Header
 
 __all__ = ["synchronous"]
