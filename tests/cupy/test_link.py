@@ -19,7 +19,7 @@ from stagelink.testing import LeakCheck, run_threads
 from stagelink.transport.contract import Link, Message
 from stagelink.transport.header import Header, MessageKind
 from stagelink_cupy.holding import Holding
-from stagelink_cupy.notes import Piece, going_home
+from stagelink_cupy.notes import Piece, returned
 from stagelink_cupy.receiver import CupyReceiver
 from stagelink_cupy.region import SLOTS, Region
 from stagelink_cupy.sender import CupySender
@@ -259,7 +259,7 @@ def test_a_message_waits_for_slots(sender: CupySender, port: Alone) -> None:
         homes.extend(piece.slot for piece in port.pieces[seen:])
         seen = len(port.notes)
         if homes:
-            sender.on_note(going_home(homes.popleft()), ())
+            sender.on_note(returned(homes.popleft()), ())
 
     port.while_waiting = read
     assert begin(sender, filled(20 * SLOT_BYTES, 7)).within(SOON_S)
@@ -311,7 +311,7 @@ def test_pieces_before_and_after_their_message(receiver: CupyReceiver, region: R
     assert second.within(SOON_S)
     assert torch.equal(one, torch.cat([filled(SLOT_BYTES, 1), filled(5, 2)]))
     assert torch.equal(other, filled(100, 3))
-    assert cast("Alone", receiver.port).notes == [going_home(slot) for slot in (3, 0, 1)]
+    assert cast("Alone", receiver.port).notes == [returned(slot) for slot in (3, 0, 1)]
     assert begin_receiving(receiver, 0)[0].within(SOON_S)
 
 

@@ -71,7 +71,7 @@ class PlainTcp(Transport):
         return {"host": self.options.host}
 
     def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
-        """Not between servers where one of them listens on loopback only."""
+        """Refuse two servers where one of them listens on loopback only."""
         hosts = [str(place.description.get("host")) for place in (local, remote)]
         if local.server != remote.server and any(host.startswith("127.") for host in hosts):
             return Verdict(False, "`host` must be an address that other servers reach")

@@ -1,11 +1,11 @@
-"""What the two ends say of slots: the sender that one is filled, the receiver that it is free."""
+"""Notes about slots: from the sender that one is filled, from the receiver that it is free."""
 
 from __future__ import annotations
 
 import struct
 from typing import NamedTuple
 
-__all__ = ["Piece", "going_home"]
+__all__ = ["Piece", "returned"]
 
 _PIECE = struct.Struct("<IQ")
 _NUMBER = struct.Struct("<I")
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     size_bytes: int
 
     def pack(self) -> bytes:
-        """As it travels."""
+        """Encode it as a note."""
         return _PIECE.pack(*self)
 
     @classmethod
@@ -38,6 +38,6 @@ class Piece(NamedTuple):
         return cls(*_PIECE.unpack(note))
 
 
-def going_home(slot: int) -> bytes:
+def returned(slot: int) -> bytes:
     """A note that says that a slot is free, for `stagelink.transport.slots.returned_slots`."""
     return _NUMBER.pack(slot)

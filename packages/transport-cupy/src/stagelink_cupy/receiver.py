@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stagelink.transport.blocking import Finisher
 from stagelink.transport.contract import Receiver
-from stagelink_cupy.notes import Piece, going_home
+from stagelink_cupy.notes import Piece, returned
 from stagelink_cupy.passing import End, Passing
 from stagelink_cupy.region import SLOTS
 
@@ -72,11 +72,11 @@ class CupyReceiver(Receiver, End):
         self.region.copy(piece.slot, address, self.region.address(piece.slot), piece.size_bytes)
 
     def tell(self, piece: Piece) -> None:
-        """It is free."""
-        self.port.note(going_home(piece.slot))
+        """Tell that it is free."""
+        self.port.note(returned(piece.slot))
 
     def wait(self) -> None:
-        """For the next one to come."""
+        """Wait for the next one."""
         self.port.wait(lambda: bool(self._filled))
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:

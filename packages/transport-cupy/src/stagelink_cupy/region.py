@@ -62,7 +62,7 @@ class Region:
         return bool(self._events)
 
     def handles(self) -> bytes:
-        """Of all that this end made, for the twin's `open`."""
+        """Export all that this end made, for the twin's `open`."""
         memory = [self._rt.ipcGetMemHandle(self._memory)] if self._memory else []
         handles = b"".join([*memory, *map(self._rt.ipcGetEventHandle, self._events)])
         self.exported = True

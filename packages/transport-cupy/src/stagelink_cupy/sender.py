@@ -1,4 +1,4 @@
-"""The sending end: the payload into slots, as they come home."""
+"""The sending end: the payload into slots, as they are returned."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CupySender(Sender, End):
         return True
 
     def next(self, left_bytes: int) -> Piece | None:
-        """As much as a slot takes, if one is free."""
+        """Take a slot for as much as it holds, if one is free."""
         with self._lock:
             slot = self._ring.take(min(left_bytes, self.region.slot_bytes))
             if slot is None:
@@ -67,15 +67,15 @@ class CupySender(Sender, End):
         self.region.copy(piece.slot, self.region.address(piece.slot), address, piece.size_bytes)
 
     def tell(self, piece: Piece) -> None:
-        """It is filled."""
+        """Tell that it is filled."""
         self.port.note(piece.pack())
 
     def wait(self) -> None:
-        """For a slot to come home."""
+        """Wait for a slot to be returned."""
         self.port.wait(lambda: not self._short)
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        """Slots have come home."""
+        """Take back what was returned."""
         del fds
         try:
             with self._lock:

@@ -1,4 +1,4 @@
-"""Which address of this host gloo is to use, and whether the peer's can be reached from it."""
+"""The address of this host that gloo is to use, and whether the peer's can be reached from it."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class GlooReceiver(Receiver):
         return wait
 
     def abort(self, cause: BaseException) -> None:
-        """As `GlooSender.abort`."""
+        """Close the connection, so that the peer is woken as well."""
         del cause
         self._pair.break_off()
 

@@ -46,7 +46,7 @@ _LEAST_ROUND = timedelta(seconds=9)
 
 
 class Operation:
-    """One send or receive under way; keeps its buffer alive.
+    """One send or receive in flight; keeps its buffer alive.
 
     Args:
         handles: the pair's handles that nobody has waited for yet.
@@ -155,7 +155,7 @@ class Pair:
             operation.let_go()
 
     def close(self, deadline: Deadline) -> None:
-        """Give everything back, by the deadline; what is still under way is broken off."""
+        """Give everything back, by the deadline; what is still in flight is broken off."""
         with self._lock:  # a breaker seen here has started, and from here on none begins
             breaker = self._breaker
             group, self._group = self._group, None

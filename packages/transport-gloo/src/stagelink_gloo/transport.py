@@ -74,7 +74,7 @@ class Gloo(Transport):
         return {"host": server_id(), "named": None if named is None else list(named)}
 
     def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
-        """Not between hosts where one of them is to be reached at loopback."""
+        """Refuse two hosts where one of them is to be reached at loopback."""
         del link
         ends = sorted((local, remote), key=attrgetter("rank"))
         if len({end.description.get("host") for end in ends}) == 1:

@@ -39,7 +39,7 @@ class Work(Protocol):
         """Whether it is done or has failed; never blocks."""
 
     def wait(self, timeout: timedelta) -> object:
-        """Once it is completed: raise what went wrong. Without a time NCCL's would not."""
+        """Raise what went wrong, once it is completed. Without a time NCCL's would not."""
 
 
 class Group(ABC):

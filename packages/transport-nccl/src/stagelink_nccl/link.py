@@ -155,12 +155,12 @@ class NcclReceiver(Receiver):
             self._task.on_note(note)
 
     def abort(self, cause: BaseException) -> None:
-        """As `NcclSender.abort`."""
+        """Have nothing issued any more."""
         del cause
         self._issuer.abort()
 
     def close(self, deadline: Deadline) -> None:
-        """As `NcclSender.close`."""
+        """Let the peer go on without this end."""
         del deadline
         self._port.note(_GONE)
 

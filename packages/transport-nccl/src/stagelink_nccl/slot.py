@@ -1,4 +1,4 @@
-"""Who may have an operation running: one slot a process, taken in an order without deadlock.
+"""The right to have an operation running: one slot a process, taken in an order without deadlock.
 
 An NCCL operation holds its device until both ranks have issued it. Two ranks that issue different
 ones wait for each other, and three can agree pair by pair and still deadlock. So an

@@ -1,4 +1,4 @@
-"""What the sender says of a slot: with a message's header, or of a piece in a note of its own."""
+"""Notes about slots by the sender: with a message's header, or of a piece in a note of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Filled(NamedTuple):
     size_bytes: int
 
     def pack(self) -> bytes:
-        """As it travels."""
+        """Encode it as a note."""
         return _FORMAT.pack(*self)
 
     @classmethod

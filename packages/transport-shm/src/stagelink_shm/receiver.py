@@ -109,7 +109,7 @@ class ShmReceiver(Receiver):
             self._port.fail(error)
 
     def _put_together(self) -> None:
-        # A piece may come before its message has begun here, where others are under way.
+        # A piece may come before its message has begun here, where others are unfinished.
         while self._pieces and self._assemblies:
             filled = self._pieces.popleft()
             self._assemblies[0].add(self._slots[filled.number][: filled.size_bytes])

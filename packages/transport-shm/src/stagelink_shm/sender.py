@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SPARE_SLOTS", "SharedMemory", "ShmSender"]
 
 SPARE_SLOTS = 2
-"""Slots beyond the windows: one that is being filled, one whose way home takes a moment."""
+"""Slots beyond the windows: one that is being filled, one whose return takes a moment."""
 
 _PIECE_BYTES = 4 * 1024 * 1024
 

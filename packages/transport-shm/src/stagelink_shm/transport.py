@@ -88,7 +88,7 @@ class Shm(Transport):
         return Verdict(True)
 
     def footprint(self, window: int, message_bytes: int | None) -> Footprint:
-        """As many slots as the windows ask for, each made for the largest message."""
+        """Count as many slots as the windows ask for, each made for the largest message."""
         ring = self._ring(window, int)
         bound: int = self.options.link_bytes
         return Footprint(
