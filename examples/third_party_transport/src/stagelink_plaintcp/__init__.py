@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stagelink.transport.header import Header
 
 _TOKEN_BYTES = 16
-_SHARE_BYTES = 256 * 1024
+_SHARE_BYTES = 1024 * 1024
 """Moved at a time: everybody's messages wait for the reading thread."""
 
 
