@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,7 +42,11 @@ def dead_rules(document: Document) -> Iterator[Problem]:
     topology = _topology(document)
     rules = rules_of(document)
     for rule in rules:
-        reason = _too_late(rule, rules[: rule.index]) or _contradiction(rule, topology)
+        reason = _contradiction(rule, topology)
+        for other in rules[: rule.index]:
+            if _covers(other, rule):
+                reason = f"links[{other.index}] comes first and takes every link that it fits"
+                break
         if reason is not None:
             yield Problem(("links", rule.index), f"can never match: {reason}")
 
@@ -61,13 +65,6 @@ def _topology(document: Document) -> _Topology:
         ),
         edges=edges_of(tensors_of(document)),
     )
-
-
-def _too_late(rule: LinkRule, earlier: Sequence[LinkRule]) -> str | None:
-    for other in earlier:
-        if _covers(other, rule):
-            return f"links[{other.index}] comes first and takes every link that it fits"
-    return None
 
 
 def _covers(earlier: LinkRule, later: LinkRule) -> bool:

@@ -194,7 +194,9 @@ def asked_for(plan: Plan, links: Iterable[tuple[Edge, int, int]]) -> set[str] | 
     """
     names: set[str] = set()
     for edge, source, target in links:
-        for same_server in _same_server(plan, source, target):
+        known = plan.servers is not None
+        same = plan.server_of(source) == plan.server_of(target)
+        for same_server in (same,) if known else (True, False):
             rule = rule_for(plan.rules, _facts(plan, edge, (source, target), same_server))
             if rule is None or rule.transports == AUTO:
                 return None
@@ -308,12 +310,6 @@ def _head(case: Eligibility) -> str:
 
 def _decider(rule: int | None) -> str:
     return _NO_RULE if rule is None else f"links[{rule}] decides"
-
-
-def _same_server(plan: Plan, source: int, target: int) -> tuple[bool, ...]:
-    if plan.servers is None:
-        return (True, False)
-    return (plan.server_of(source) == plan.server_of(target),)
 
 
 def _facts(plan: Plan, edge: Edge, ranks: tuple[int, int], same_server: bool) -> dict[str, Any]:

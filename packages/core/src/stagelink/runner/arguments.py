@@ -239,17 +239,12 @@ def check_trainable(comm: Handler, trained: Trained, loss: object, steppers: Ste
             f"{where}: the optimizer holds {len(held)} tensors, and none of the {len(own)} "
             "parameters of the module: make it of this module's parameters"
         )
-    if comm.plan.asynchronous or comm.stage.replicas > 1:
-        _check_initialized(where, own)
-
-
-def _check_initialized(where: str, parameters: Iterable[torch.Tensor]) -> None:
-    for parameter in parameters:
-        if is_lazy(parameter):
-            raise UsageError(
-                f"{where}: the module has parameters without a shape yet (a lazy layer); run it "
-                "on an example before the runner is made"
-            )
+    needs_shapes = comm.plan.asynchronous or comm.stage.replicas > 1
+    if needs_shapes and any(map(is_lazy, own)):
+        raise UsageError(
+            f"{where}: the module has parameters without a shape yet (a lazy layer); run it on an "
+            "example before the runner is made"
+        )
 
 
 def agree(comm: Handler, settings: Mapping[str, object]) -> None:

@@ -106,7 +106,9 @@ class Versions:
         functional_call(_Within(self._module), weights, (run,))
         for name, copy in copies.items():
             self._check_used(name, copy, given[name])
-            self._collect(self._masters[name], copy)
+            master, gradient, copy.grad = self._masters[name], copy.grad, None
+            if gradient is not None:
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         self._forget()
 
     def _check_used(self, name: str, copy: torch.Tensor, before: _State) -> None:
@@ -121,12 +123,6 @@ class Versions:
                 f"parameter {name!r}: the module's forward reaches it past its name (by a list of "
                 "its own, say), and so uses newer weights than the asynchronous schedule says"
             )
-
-    @staticmethod
-    def _collect(master: torch.Tensor, copy: torch.Tensor) -> None:
-        gradient, copy.grad = copy.grad, None
-        if gradient is not None:
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     def about_to_update(self) -> None:
         """The masters are about to become the next version."""
