@@ -388,7 +388,7 @@ def test_a_rank_that_is_not_expected_is_sent_away(claimed: Any) -> None:
     def meet(rank: int, world_size: int, store: Store) -> dict[int, Greeting]:
         with ready(store, rank, world_size) as me:
             if rank == 0:
-                token = me.rendezvous.token()
+                token = me.rendezvous.generation
                 _visit(me.rendezvous, _hello(token, rank=claimed, greeting={}))
             greetings = dict(me.meet())
             _wait_for_all(store, rank, world_size)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stagelink.control.reader import _BLOCKED, Reader
-from stagelink.control.wakes import Bell
-from stagelink.control.watches import readable
+from stagelink.control.watches import Bell, readable
 from stagelink.deadline import Deadline
 from tests.support.interrupts import Interrupted, interrupted_everywhere, lock_is_free
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-MODULES = ("stagelink.control.reader", "stagelink.control.wakes")
+MODULES = ("stagelink.control.reader", "stagelink.control.watches")
 
 
 class Source:

@@ -86,11 +86,11 @@ def _failed(rendezvous: Rendezvous, text: str) -> None:
 
 
 def test_all_get_one_token_and_another_run_another(ranks: Rendezvouses) -> None:
-    tokens = {rendezvous.token() for rendezvous in ranks.claimed()}
+    tokens = {rendezvous.generation for rendezvous in ranks.claimed()}
     assert len(tokens) == 1
     assert len(tokens.copy().pop()) == 32
     (other,) = ranks.claimed(1, "other run")
-    assert other.token() not in tokens
+    assert other.generation not in tokens
 
 
 def test_what_is_published_is_read_by_all(ranks: Rendezvouses) -> None:
@@ -248,7 +248,7 @@ def test_a_launcher_that_ended_all_vouches_for_their_death(
 ) -> None:
     """As for ranks of another host, whose processes cannot be looked up here."""
     ranks.claimed()
-    monkeypatch.setattr("stagelink.control.missing.process_id", lambda: "another host/1")
+    monkeypatch.setattr("stagelink.control.generations.process_id", lambda: "another host/1")
     again = ranks.claimed(restarts=True)
     assert len({rank.generation for rank in again}) == 1
     with pytest.raises(RankTakenError, match="rank 0 of run 'run' is taken by"):

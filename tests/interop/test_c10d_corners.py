@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, ProtocolError, StagelinkError
-from stagelink.interop.c10d import C10dOptions, collectives
+from stagelink.interop import collectives
+from stagelink.interop.c10d import C10dOptions
 from stagelink.interop.c10d.mailbox import Address, Mailbox
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.links.arrival import Arrival

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stagelink.errors import DisagreementError
-from stagelink.interop.pipedream.assignment import Assignment
+from stagelink.interop.pipedream.order import Assignment
 from tests.interop.pipedream_driver import Job, drive
 
 if TYPE_CHECKING:

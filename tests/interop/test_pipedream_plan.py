@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from stagelink.errors import PlanError
-from stagelink.interop.pipedream.channels import WINDOW, Servers, plan_of
-from stagelink.interop.pipedream.deadlock import explain
-from stagelink.interop.pipedream.topology import Declaration, Edge, Topology
+from stagelink.interop.pipedream.order import explain
+from stagelink.interop.pipedream.topology import (
+    WINDOW,
+    Declaration,
+    Edge,
+    Servers,
+    Topology,
+    plan_of,
+)
 from stagelink.schedule import verify
 
 if TYPE_CHECKING:
@@ -40,7 +46,7 @@ def declarations(*stages: Sequence[int], skip: bool = False) -> list[Declaration
 
 def test_ranks_in_any_order() -> None:
     told = declarations([0, 1, 4, 5], [2, 6], [3, 7])
-    topology = Topology.of([Declaration.from_json(declaration.to_json()) for declaration in told])
+    topology = Topology.of([Declaration.from_json(asdict(declaration)) for declaration in told])
     assert topology.stages == ((0, 1, 4, 5), (2, 6), (3, 7))
     assert topology.places[6] == (1, 1)
     assert set(topology.edges) == {

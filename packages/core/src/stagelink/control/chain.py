@@ -27,12 +27,7 @@ _MAX_TEXT = 500
 
 
 class Awaited(NamedTuple):
-    """Target of a caller's wait.
-
-    Attributes:
-        peer: the rank that it is to come from.
-        what: tells what it is.
-    """
+    """Target of a caller's wait: the rank that it is to come from, and what tells what it is."""
 
     peer: int
     what: Callable[[], str]
@@ -44,15 +39,7 @@ class _Step(NamedTuple):
 
 
 class Chain:
-    """Waits of one rank, and what it hears of the others'.
-
-    Args:
-        rank: this rank.
-        reader: this rank's.
-        peers: the ranks that it is or was connected to.
-        post: sends a frame to a peer; see `Plane.post`.
-        wait: see `Plane.wait`.
-    """
+    """Waits of one rank, and what it hears of the others'."""
 
     def __init__(
         self,
@@ -80,7 +67,7 @@ class Chain:
         self._mine.pop(threading.get_ident(), None)
 
     def explain(self, awaited: Awaited) -> str:
-        """Ask why what is waited for does not come, and say it; blocks for a second at most.
+        """Ask why what is waited for does not come; blocks for a second at most.
 
         Returns:
             The end of a sentence that has said who was waited for.

@@ -74,7 +74,6 @@ class Connection:
 
     Attributes:
         number: what no other connection of this process has.
-        address: this host's address on it; loopback for a Unix socket.
         peer: the other end's rank, None until it has said HELLO.
         greeted: whether this end has said HELLO; only then may it say anything else.
         ended: whether the end of the peer's stream was read.

@@ -42,14 +42,11 @@ _SHORT_S = 0.25
 class Door:
     """The listeners of one rank, and its connections whose peer is not known yet: strangers.
 
-    Args:
-        rank: this rank.
-        reader: watches listeners and connections.
-        connections: where those go whose peer is known.
-        failure: this rank's, told to who takes it for a peer.
-        on_ready: called by the reader with a connection, and what it is ready for.
+    Those whose peer is known go to ``connections``. The reader calls ``on_ready`` with any of
+    them, and what it is ready for.
 
     Attributes:
+        on_hello: judges the first frame of a connection, see `expect`.
         shortage: why the last connection could not be accepted; empty where it was.
         strangers: those that were accepted or dialled.
     """
@@ -69,13 +66,13 @@ class Door:
         self._connections = connections
         self._failure = failure
         self._on_ready = on_ready
-        self._on_hello: Callable[[Connection, Frame], None] = _expect_nobody
+        self.on_hello: Callable[[Connection, Frame], None] = _expect_nobody
         self._check_proof: Callable[[bytes], None] = _expect_nobody
         self._listeners: list[socket.socket] = []
         self._accepted: dict[Connection, float] = {}
         self._resume_s = math.inf
         self._paused = False
-        reader.on_alarm = self._on_alarm
+        reader.on_alarm = self._look
 
     # -- the handshake
 
@@ -88,7 +85,7 @@ class Door:
             handler: is given what came behind the proof.
             check_proof: is given the proof, before anything else is read; raises to refuse it.
         """
-        self._on_hello = handler
+        self.on_hello = handler
         self._check_proof = check_proof
 
     def adopt(
@@ -120,10 +117,6 @@ class Door:
             connection.greeted = True
             if self._failure.error is not None:
                 connection.send(Header(MessageKind.ABORT), encode(self._failure.cause))
-
-    def receive(self, connection: Connection, frame: Frame) -> None:
-        """Have the first frame of a connection judged."""
-        self._on_hello(connection, frame)
 
     def refuse(self, connection: Connection, error: ProtocolError) -> None:
         """Close the connection of a stranger that does not keep to the protocol."""
@@ -163,26 +156,23 @@ class Door:
     def _watch(self, listener: socket.socket) -> None:
         self._reader.add(listener, partial(self._on_listener, listener))
 
-    def _on_alarm(self) -> None:
-        with self._reader.lock:
-            self._look()
-
     def _look(self) -> None:
         """Send away who took too long, and accept again where that is possible by now."""
         now = time.monotonic()
-        for connection, came_s in list(self._accepted.items()):
-            if came_s + self._patience_s > now:
-                break
-            said = "rank %d: a stranger was refused: no HELLO within %.1f s"
-            logger.warning(said, self._rank, now - came_s)
-            del self._accepted[connection]
-            self.drop(connection)
-        short = self.shortage and self._resume_s > now
-        if self._paused and not short and len(self._accepted) < MAX_STRANGERS:
-            self._paused, self._resume_s = False, math.inf
-            for listener in self._listeners:
-                self._watch(listener)
-        self._set_alarm()
+        with self._reader.lock:
+            for connection, came_s in list(self._accepted.items()):
+                if came_s + self._patience_s > now:
+                    break
+                said = "rank %d: a stranger was refused: no HELLO within %.1f s"
+                logger.warning(said, self._rank, now - came_s)
+                del self._accepted[connection]
+                self.drop(connection)
+            short = self.shortage and self._resume_s > now
+            if self._paused and not short and len(self._accepted) < MAX_STRANGERS:
+                self._paused, self._resume_s = False, math.inf
+                for listener in self._listeners:
+                    self._watch(listener)
+            self._set_alarm()
 
     @property
     def _patience_s(self) -> float:

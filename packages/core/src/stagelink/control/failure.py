@@ -48,11 +48,7 @@ _OPEN = State.OPEN  # asked several times a message: an enum's attribute is slow
 class Failure:
     """The failure of one rank's handler.
 
-    Args:
-        rank: this rank.
-        reader: reads meanwhile where a failure is to be explained.
-        ended: how each peer has left whose connection has ended after a goodbye.
-        tell: sends the cause to all peers but the one that told this rank; returns at once.
+    To ``tell`` is to send the cause to all peers but the one that told this rank, at once.
 
     Attributes:
         state: whether the handler is open otherwise.

@@ -54,14 +54,7 @@ class Frame(NamedTuple):
 
 
 class Proof:
-    """A job's secret: what this rank shows, and what it wants to be shown.
-
-    Args:
-        token: the secret, from the store; `PROOF_BYTES` ASCII characters.
-
-    Attributes:
-        shown: what HELLO begins with.
-    """
+    """A job's secret of `PROOF_BYTES` ASCII characters: shown, and wanted to be shown."""
 
     def __init__(self, token: str) -> None:
         self.shown = token.encode("ascii").ljust(PROOF_BYTES)[:PROOF_BYTES]
@@ -79,11 +72,7 @@ class Proof:
 class Framing:
     """Bytes of a stream that are no whole frame yet.
 
-    Args:
-        check_proof: raises if a stranger's proof is wrong; None: the other end is known already.
-
-    Attributes:
-        trusted: whether the other end is known.
+    ``check_proof`` raises if a stranger's proof is wrong; without it the other end is known.
     """
 
     def __init__(self, check_proof: Callable[[bytes], None] | None) -> None:

@@ -1,38 +1,146 @@
 """The generations of a run: rank 0 leads each, the others join it, and one process has each rank.
 
-Rank 0 makes a generation's name, which nobody can know before, and leaves it where all look; the
-others take their places in it. So what an earlier generation left in the store, that of processes
-which have died included, is never taken for what this one says.
+All of that is said by keys of the job's store. Rank 0 makes a generation's name, which nobody can
+know before, and leaves it where all look; the others take their places in it. So what an earlier
+generation left in the store, that of processes which have died included, is never taken for what
+this one says.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
-from collections.abc import Sequence
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from stagelink.control.keys import Keys
-from stagelink.control.missing import Holder, listed
+from torch.distributed import PrefixStore
+
+from stagelink.control.store import StoreClient
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, RankTakenError
 from stagelink.transport.board import look_until
+from stagelink.transport.host import process_id
 
-__all__ = ["LEADER", "Generations"]
+__all__ = ["LEADER", "Generations", "Holder", "Keys", "listed"]
 
 LEADER = 0
 """The rank that leads."""
 
+_LEAST_S = 0.5
+"""For a call whose deadline is about to pass: a store that answers does so at once, and what is
+looked at last, and an error's text, are to be had."""
+
+
+class Keys:
+    """The keys of one prefix. Every method but `submit` blocks until the store has answered.
+
+    All raise `ConnectError` where it does not by the deadline, or has been given up.
+    """
+
+    def __init__(self, client: StoreClient, prefix: str) -> None:
+        self.client = client
+        self.prefix = prefix
+
+    def ask(self, work: Callable[[PrefixStore], Any], deadline: Deadline) -> Any:
+        """Call ``work`` with a store that has only these keys, on the client's thread."""
+        patience = deadline if deadline.remaining_s > _LEAST_S else Deadline(_LEAST_S)
+        return self.client.call(lambda store: work(PrefixStore(self.prefix, store)), patience)
+
+    def submit(self, work: Callable[[PrefixStore], None]) -> threading.Event | None:
+        """Ask without waiting; see `StoreClient.submit`."""
+        return self.client.submit(lambda store: work(PrefixStore(self.prefix, store)))
+
+    def get(self, key: str, deadline: Deadline) -> str | None:
+        """The value of a key; None where it has none."""
+        return self.get_some([key], deadline).get(0)
+
+    def set(self, key: str, value: str, deadline: Deadline) -> None:
+        """Give a key a value."""
+        self.ask(lambda keys: keys.set(key, value), deadline)
+
+    def swap(self, key: str, before: str, value: str, deadline: Deadline) -> str:
+        """Give a key a value if it has the one that is expected, or none; what it has then."""
+        held: bytes = self.ask(lambda keys: keys.compare_set(key, before, value), deadline)
+        return held.decode()
+
+    def absent(self, names: Sequence[str], deadline: Deadline) -> list[int]:
+        """The places in a list of keys of those that have no value."""
+
+        def look(keys: PrefixStore) -> list[int]:
+            if keys.check(list(names)):  # one call, and most often all
+                return []
+            return [place for place, key in enumerate(names) if not keys.check([key])]
+
+        found: list[int] = self.ask(look, deadline)
+        return found
+
+    def get_some(self, names: Sequence[str], deadline: Deadline) -> dict[int, str]:
+        """The values of those keys that have one, by their places in the list."""
+
+        def look(keys: PrefixStore) -> dict[int, str]:
+            return {
+                place: keys.get(key).decode()
+                for place, key in enumerate(names)
+                if keys.check([key])
+            }
+
+        found: dict[int, str] = self.ask(look, deadline)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that has a rank's place; the nonce tells what one process does twice apart."""
+
+    name: str
+    process: str
+    nonce: str
+
+    @classmethod
+    def here(cls, nonce: str) -> Holder:
+        """This process."""
+        return cls(f"{socket.gethostname()} process {os.getpid()}", process_id(), nonce)
+
+    def to_json(self) -> str:
+        """Encode as a text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Holder:
+        """Decode the text of `to_json`."""
+        return cls(**json.loads(text))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this process."""
+        return self.process == process_id()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is known to have died: a process of this host that is there no more."""
+        place, _, number = self.process.rpartition("/")
+        if place != process_id().rpartition("/")[0]:
+            return False
+        try:
+            with open(f"/proc/{number}/stat", encoding="ascii", errors="replace") as stat:
+                return stat.read().rpartition(")")[2].split()[0] in {"Z", "X"}
+        except FileNotFoundError:
+            return os.path.isdir("/proc/self")
+        except OSError:
+            return False
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks for an error's text."""
+    return ", ".join(map(str, ranks))
+
 
 class Generations:
-    """One rank's part in the generations of one run.
-
-    Args:
-        keys: of the run.
-        run: run id and plan name.
-        rank: this rank.
-        world_size: how many ranks there are.
-        restarts: see `stagelink.control.launch.Launch`.
-    """
+    """One rank's part in the generations of one run; see `Rendezvous` for the arguments."""
 
     def __init__(
         self, keys: Keys, run: str, rank: int, world_size: int, *, restarts: bool

@@ -17,12 +17,7 @@ __all__ = ["Goodbyes"]
 
 
 class Goodbyes:
-    """Goodbyes of one rank.
-
-    Args:
-        rank: this rank.
-        reader: its lock guards all of this.
-        connections: by peer.
+    """Goodbyes of one rank; its reader's lock guards them.
 
     Attributes:
         gone: peers that said goodbye, and how they left.
@@ -72,14 +67,9 @@ class Goodbyes:
         return peer in self.ended and self.check_here(peer, awaited)
 
     def say(self, peer: int, *, anyway: bool = False) -> bool:
-        """Say goodbye to a peer, once; returns at once.
+        """Say goodbye to a peer, once, ``anyway`` also where something is on its way there.
 
-        Args:
-            peer: the peer.
-            anyway: also where something is still on its way there.
-
-        Returns:
-            Whether it has been said.
+        Returns at once, whether it has been said.
         """
         if peer not in self.said and (anyway or not any(busy(peer) for busy in self._busy)):
             with self._reader.lock:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,14 +74,9 @@ class StoreAddress:
         port_given: str,
         kind: Literal["tcp", "agent"] = "tcp",
     ) -> StoreAddress:
-        """The address of a host and a port; an IPv6 address may have brackets.
+        """The address of a host and a port, of any types; how they were given is for errors.
 
-        Args:
-            host: anything.
-            port: anything; a number may be a text.
-            host_given: how the host was given, for errors.
-            port_given: how the port was.
-            kind: who hosts the store.
+        An IPv6 address may have brackets, and a port may be a text.
 
         Raises:
             PlanError: there is no such host name or port.
@@ -156,7 +151,13 @@ class Launch:
         """
         problems: list[str] = []
         found: dict[str, Any] = {}
-        for name, value in _given(rank, world_size, store, run_id, environ):
+        sources: dict[str, Callable[[], Any]] = {
+            "rank": lambda: _number(environ, "RANK", "rank", rank),
+            "world_size": lambda: _number(environ, "WORLD_SIZE", "world_size", world_size),
+            "store": lambda: _store(store, environ),
+            "run_id": lambda: _run_id(run_id, environ),
+        }
+        for name, value in sources.items():
             try:
                 found[name] = value()
             except PlanError as error:
@@ -166,23 +167,9 @@ class Launch:
         return cls(**found, restarts="TORCHELASTIC_RUN_ID" in environ)
 
 
-def _given(
-    rank: int | None,
-    world_size: int | None,
-    store: Store | str | None,
-    run_id: str | None,
-    environ: Mapping[str, str],
-) -> Iterator[tuple[str, Any]]:
-    yield "rank", lambda: _number(environ, "RANK", "rank") if rank is None else rank
-    yield (
-        "world_size",
-        lambda: _number(environ, "WORLD_SIZE", "world_size") if world_size is None else world_size,
-    )
-    yield "store", lambda: _store(store, environ)
-    yield "run_id", lambda: _run_id(run_id, environ)
-
-
-def _number(environ: Mapping[str, str], key: str, argument: str) -> int:
+def _number(environ: Mapping[str, str], key: str, argument: str, given: Any) -> Any:
+    if given is not None:
+        return given
     text = environ.get(key)
     if text is None:
         raise PlanError(

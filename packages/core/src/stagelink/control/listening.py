@@ -5,24 +5,15 @@ from __future__ import annotations
 import errno
 import socket
 
-from torch.distributed import PrefixStore, Store, TCPStore
-
 from stagelink.errors import ConnectError
 from stagelink.plan.document import Control
 from stagelink.transport.addresses import Address, address_of, check_reachable, own_address
 from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
 
-__all__ = ["gloo_address_by", "listen", "own_address_by", "store_host"]
+__all__ = ["gloo_address_by", "listen", "own_address_by"]
 
 _KEY = "[control] interface"
 _LOOPBACK = Address("127.0.0.1", "all ranks are on this host")
-
-
-def store_host(store: Store) -> str | None:
-    """The host of a c10d store as its client has it; None for a store that has none."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return str(store.host) if isinstance(store, TCPStore) else None
 
 
 def own_address_by(control: Control, host: str | None, *, elsewhere: bool) -> Address:
@@ -30,9 +21,8 @@ def own_address_by(control: Control, host: str | None, *, elsewhere: bool) -> Ad
 
     Args:
         control: the interface, where the plan names one.
-        host: of the job's store, see `store_host`.
-        elsewhere: whether some of those ranks are on other hosts. The servers of a plan may be
-            parts of one host, whose ranks are reached at loopback.
+        host: of the job's store, see `stagelink.control.store.store_host`.
+        elsewhere: whether some of them are on other hosts; else they are reached at loopback.
 
     Raises:
         ConnectError: the interface cannot be used, or its address cannot be reached from another
@@ -52,11 +42,6 @@ def own_address_by(control: Control, host: str | None, *, elsewhere: bool) -> Ad
 def gloo_address_by(control: Control, host: str | None, *, elsewhere: bool) -> str:
     """The address of this host for a gloo group: that of torch's variable, else `own_address_by`.
 
-    Args:
-        control: the interface, where the plan names one.
-        host: of the job's store, see `store_host`.
-        elsewhere: whether some of the group's members are on other hosts.
-
     Raises:
         ConnectError: as `own_address_by`, and for the interface that the variable names.
     """
@@ -69,12 +54,7 @@ def gloo_address_by(control: Control, host: str | None, *, elsewhere: bool) -> s
 
 
 def listen(address: Address, ports: tuple[int, int] | None, backlog: int) -> socket.socket:
-    """Listen at an address, on the first port of a range that is free.
-
-    Args:
-        address: of this host.
-        ports: the first and the last of the range; None: any port that is free.
-        backlog: how many connections may wait to be accepted.
+    """Listen at an address of this host, on the first port of a range that is free, or on any.
 
     Raises:
         ConnectError: no port of the range is free, or the address cannot be listened at.

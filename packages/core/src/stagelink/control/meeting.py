@@ -43,16 +43,10 @@ _UNIX = sys.platform == "linux"  # abstract addresses and peer credentials
 
 
 class Meeting:
-    """Connects one rank's plane to its peers.
+    """Handshakes of one rank's plane with its peers, whose addresses a rendezvous finds.
 
-    Args:
-        plane: where the connections go.
-        rendezvous: where addresses are found.
-        greeting: what HELLO says besides rank and token, as JSON-able values.
-        judge: called with a peer's rank and greeting before it is accepted; raises to refuse it,
-            which fails the handler.
-        server: name of this rank's server.
-        control: how to listen for ranks of other servers.
+    HELLO has a greeting of JSON-able values. A ``judge`` is called with a peer's rank and greeting
+    before it is accepted; it raises to refuse it, which fails the handler.
     """
 
     def __init__(
@@ -69,7 +63,7 @@ class Meeting:
         self._judge = judge
         self._server = server
         self._control = control
-        self._proof = Proof(rendezvous.token())
+        self._proof = Proof(rendezvous.generation)
         self._process = process_id()
         self._hello = self._proof.shown + encode(
             {"rank": plane.rank, "process": self._process, "greeting": greeting}
@@ -95,7 +89,11 @@ class Meeting:
         )
         addresses = self._rendezvous.read("unix", sorted(self._expected), deadline)
         for peer, address in addresses.items():
-            _check_wire(self._plane.rank, peer, address["wire"])
+            if address["wire"] != VERSION:
+                raise DisagreementError(
+                    f"rank {self._plane.rank} speaks wire version {VERSION}, rank {peer} "
+                    f"{address['wire']}; install one version of stagelink everywhere"
+                )
         near = {p for p, a in addresses.items() if a["server"] == self._server and _UNIX}
         far = self._expected - near
         if far:
@@ -103,7 +101,10 @@ class Meeting:
         for peer in sorted(near):
             if peer > self._plane.rank:
                 self._dial(socket.AF_UNIX, peer, f"\0{addresses[peer]['address']}", deadline)
-        self._dial_far([peer for peer in sorted(far) if peer > self._plane.rank], deadline)
+        above = [peer for peer in sorted(far) if peer > self._plane.rank]
+        for peer, address in self._rendezvous.read("tcp", above, deadline).items():
+            family = socket.AF_INET6 if ":" in address["host"] else socket.AF_INET
+            self._dial(family, peer, (address["host"], address["port"]), deadline)
         self._wait_greeted(deadline)
         self._plane.door.close()
 
@@ -165,11 +166,6 @@ class Meeting:
         except ConnectError as error:
             raise ConnectError(f"rank {self._plane.rank}: {error}") from error.__cause__
 
-    def _dial_far(self, peers: list[int], deadline: Deadline) -> None:
-        for peer, address in self._rendezvous.read("tcp", peers, deadline).items():
-            family = socket.AF_INET6 if ":" in address["host"] else socket.AF_INET
-            self._dial(family, peer, (address["host"], address["port"]), deadline)
-
     def _dial(
         self, family: socket.AddressFamily, peer: int, address: Any, deadline: Deadline
     ) -> None:
@@ -191,18 +187,15 @@ class Meeting:
         connection = self._plane.door.adopt(sock, lambda c: self._dialled.__setitem__(c, peer))
         self._plane.door.greet(connection, self._hello)
 
-    def _awaits(self, peer: int, dialled: int | None) -> bool:
-        new = peer in self._expected and peer not in self.greetings
-        return new and dialled in (None, peer)
-
     def _on_hello(self, connection: Connection, frame: Frame) -> None:
         fields = decode(frame.note)
-        expected = self._dialled.get(connection)
+        dialled = self._dialled.get(connection)
         _check_credentials(connection.sock)
         peer = fields.get("rank")
-        if not isinstance(peer, int) or not self._awaits(peer, expected):
+        awaited = self._expected - self.greetings.keys()
+        if not isinstance(peer, int) or peer not in awaited or dialled not in (None, peer):
             raise ProtocolError(f"HELLO from rank {peer!r}, which is not expected here")
-        if expected is None:
+        if dialled is None:
             _tune(connection.sock)
             self._plane.door.greet(connection, self._hello)
         if fields.get("process") == self._process:
@@ -214,14 +207,6 @@ class Meeting:
         self._judge(peer, greeting)
         with self._plane.lock:
             self.greetings[peer] = greeting
-
-
-def _check_wire(rank: int, peer: int, wire: int) -> None:
-    if wire != VERSION:
-        raise DisagreementError(
-            f"rank {rank} speaks wire version {VERSION}, rank {peer} {wire}; "
-            "install one version of stagelink everywhere"
-        )
 
 
 def _check_credentials(sock: socket.socket) -> None:
@@ -253,11 +238,11 @@ def wait_for_ranks(
     absent: Callable[[], Collection[int]],
     deadline: Deadline,
 ) -> None:
-    """Block until no rank is absent any more, while connecting.
+    """Block until no rank is absent any more, while connecting; leave word of who is waited for.
 
     Args:
         plane: reads meanwhile.
-        rendezvous: where this rank leaves word of whom it waits for.
+        rendezvous: takes the word.
         step: what is waited for from each.
         absent: who has not sent it yet; called with the plane's lock held.
         deadline: for all.

@@ -31,6 +31,8 @@ __all__ = ["open_store"]
 logger = logging.getLogger("stagelink")
 _PAUSE_S = 0.1
 _TORCHS = timedelta(seconds=300)
+"""Torch's own time limit, for the calls of others."""
+
 _TRY_S = 3.0
 """For one try to connect; a lost packet is sent again after 1 s and 3 s."""
 
@@ -107,23 +109,19 @@ def _open_tcp(where: StoreAddress, deadline: Deadline, *, hosts: bool) -> StoreC
     else:
         remote = _reach(where, deadline)
     client = StoreClient(str(where))
+
+    def make(limit: timedelta) -> Store:
+        store = TCPStore(host, port, None, hosts, limit, wait_for_workers=False)
+        store.set_timeout(_TORCHS)
+        return store
+
     try:
-        client.make(
-            lambda limit: _usual(TCPStore(host, port, None, hosts, limit, wait_for_workers=False)),
-            deadline,
-            remote,
-        )
+        client.make(make, deadline, remote)
     except ConnectError as error:
         if stops_caller(error):
             raise
         raise ConnectError(_failure(where, deadline, error, hosts=hosts)) from error
     return client
-
-
-def _usual(store: Store) -> Store:
-    """With torch's own time limit, which is for the calls of others."""
-    store.set_timeout(_TORCHS)
-    return store
 
 
 def _failure(where: StoreAddress, deadline: Deadline, error: Exception, *, hosts: bool) -> str:

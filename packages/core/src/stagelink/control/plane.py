@@ -47,9 +47,6 @@ _planes: weakref.WeakSet[Plane] = weakref.WeakSet()
 class Plane:
     """Connections of one rank, reading, and dispatch.
 
-    Args:
-        rank: this rank.
-
     Attributes:
         lock: guards what handlers change and waiting callers look at.
         reader: reads what comes.
@@ -87,12 +84,7 @@ class Plane:
     # -- for the upper layers
 
     def handle(self, kind: MessageKind, handler: MessageHandler, *, replace: bool = False) -> None:
-        """Add one kind of message to the table; before connecting.
-
-        Args:
-            kind: of the messages.
-            handler: is given each.
-            replace: take the place of another handler.
+        """Add one kind of message to the table, or replace its handler; before connecting.
 
         Raises:
             UsageError: the kind has a handler already, and ``replace`` is false.
@@ -193,7 +185,7 @@ class Plane:
     def _dispatch(self, connection: Connection, frame: Frame) -> None:
         try:
             if connection.peer is None:
-                self.door.receive(connection, frame)
+                self.door.on_hello(connection, frame)
                 return
             kind = frame.header.kind
             handler = self._handlers.get(kind)

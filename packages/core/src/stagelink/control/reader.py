@@ -23,8 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from stagelink.control.wakes import Bell, Waker
-from stagelink.control.watches import Action, Watch, Watches, event_mask
+from stagelink.control.watches import Action, Bell, Waker, Watch, Watches, event_mask
 from stagelink.deadline import Deadline
 
 __all__ = ["Reader"]

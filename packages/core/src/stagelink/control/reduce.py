@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from stagelink.arguments import is_a
 from stagelink.control.chain import Awaited
@@ -26,17 +27,14 @@ _COMBINE: dict[str, Callable[[float, float], float]] = {
     "max": max,
     "min": min,
 }
-
-
 _VALUE_BYTES = 8
 
 
-class Tree:
+class Tree(NamedTuple):
     """A rank's place in the spanning tree: its parent (None for the root) and its children."""
 
-    def __init__(self, parent: int | None, children: tuple[int, ...]) -> None:
-        self.parent = parent
-        self.children = children
+    parent: int | None
+    children: tuple[int, ...]
 
 
 def spanning_tree(neighbours: Mapping[int, Sequence[int]], rank: int) -> Tree:
@@ -62,12 +60,7 @@ def _numbers(values: Sequence[float]) -> list[float]:
 
 
 class Reducer:
-    """Reductions of one rank, numbered in the order of the calls.
-
-    Args:
-        plane: this rank's control plane.
-        tree: this rank's place.
-    """
+    """Reductions of one rank, numbered in the order of the calls."""
 
     def __init__(self, plane: Plane, tree: Tree) -> None:
         self._plane = plane

@@ -17,9 +17,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from stagelink.control.generations import LEADER, Generations
-from stagelink.control.keys import Keys
-from stagelink.control.missing import Holder, late_ranks
+from stagelink.control.generations import LEADER, Generations, Holder, Keys, listed
 from stagelink.control.store import StoreClient
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
@@ -40,13 +38,12 @@ class Rendezvous:
     Args:
         client: of the job's store; owned from now on.
         run: run id and plan name.
-        rank: this rank.
-        world_size: how many ranks there are.
+        rank, world_size: this rank, and how many there are.
         restarts: see `stagelink.control.launch.Launch`.
         patience_s: for calls that nobody gave a deadline.
 
     Attributes:
-        generation: its name, the same on every rank; empty before `claim`.
+        generation: its name, the same on every rank, and the job's secret; empty before `claim`.
         store_host: host of the store, as this rank calls it; None where the store has none.
     """
 
@@ -87,20 +84,11 @@ class Rendezvous:
         self.gather(deadline)
 
     def claim(self, deadline: Deadline) -> None:
-        """Take this rank's place; rank 0 at once, the others when it has.
-
-        Raises:
-            RankTakenError: another process has this rank.
-            ConnectError: rank 0 did not come by the deadline.
-        """
+        """First step of `enter`: take this rank's place, rank 0 at once, others when it has."""
         self.generation = self._generations.enter(deadline)
 
     def gather(self, deadline: Deadline) -> None:
-        """Wait until every rank has taken its place.
-
-        Raises:
-            ConnectError: as `enter`.
-        """
+        """Second step of `enter`: wait until every rank has taken its place."""
         if not look_until(
             lambda: self._complete(deadline) or self._check_going_on(deadline), deadline
         ):
@@ -140,7 +128,8 @@ class Rendezvous:
     def late(self, step: str, ranks: Iterable[int], deadline: Deadline) -> ConnectError:
         """An error that names those for whose sake a wait while connecting ran out of time.
 
-        They need not be those that this rank waits for, which may wait themselves.
+        They need not be those that this rank waits for, which may wait for a third, and have left
+        word of that.
 
         Args:
             step: what was waited for.
@@ -148,9 +137,21 @@ class Rendezvous:
             deadline: the one that has passed.
         """
         waits = self.told("waits", deadline)
-        awaited = dict.fromkeys(ranks, step)
-        return late_ranks(
-            self._rank, awaited, waits, lambda rank: self._who(rank, deadline), deadline.seconds
+        front, seen = dict.fromkeys(ranks, step), dict[int, str]()
+        while front:
+            late, awaited = front.popitem()
+            seen[late] = awaited
+            said = waits.get(late, {"step": "", "ranks": []})
+            others = set(said["ranks"]).difference(seen, [self._rank])
+            front |= dict.fromkeys(others, said["step"])
+        found = {late: self._who(late, deadline) for late in seen}
+        dead = [late for late, holder in found.items() if holder is not None and holder.is_dead]
+        # Others may wait for the dead; else those who wait for nobody hold up those who do.
+        missing = sorted(dead or [late for late in seen if late not in waits] or seen)
+        reasons = [f"{_state(late, found[late])}; no {seen[late]} from it" for late in missing]
+        return ConnectError(
+            f"rank {self._rank}: missing: {listed(missing)} within {deadline.seconds:g} s: "
+            f"{'; '.join(reasons)}"
         )
 
     def _who(self, rank: int, deadline: Deadline) -> Holder | None:
@@ -160,10 +161,6 @@ class Rendezvous:
         return Holder.from_json(text) if text else None
 
     # -- what a generation has in common
-
-    def token(self) -> str:
-        """The job's secret."""
-        return self.generation
 
     def publish(self, kind: str, address: Mapping[str, Any]) -> None:
         """Tell the others where this rank listens for a kind of connection."""
@@ -223,15 +220,9 @@ class Rendezvous:
         return self._keys.client.lend(prefix, Deadline(self._patience_s))
 
     def tell_failure(self, text: str) -> threading.Event | None:
-        """Leave the cause of a failure for ranks that no connection reaches; the first stays.
+        """Leave a failure's cause in JSON for ranks that no connection reaches; the first stays.
 
-        Returns at once.
-
-        Args:
-            text: the cause in JSON, see `failure`.
-
-        Returns:
-            An event that is set when it is there; None where it cannot be.
+        Returns at once: an event that is set when it is there; None where it cannot be.
         """
         if not self.generation:
             return None
@@ -271,7 +262,8 @@ class Rendezvous:
             if self.generation:
                 self._keys.set(self._key(f"left/{self._rank}"), "", deadline)
                 if hosts_store:
-                    self._wait_left(deadline)
+                    others = self._each("left", range(self._world_size))
+                    look_until(lambda: not self._keys.absent(others, deadline), deadline)
             patience_s = deadline.remaining_s
         except ConnectError as error:  # the store is gone, and with it who might look
             if stops_caller(error):
@@ -279,10 +271,17 @@ class Rendezvous:
         finally:
             self._keys.client.close(patience_s)
 
-    def _wait_left(self, deadline: Deadline) -> None:
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        look_until(lambda: not self._keys.absent(self._each("left", others), deadline), deadline)
-
     def cut(self) -> None:
         """Free callers that wait in a store that `pair_store` gave; returns at once."""
         self._keys.client.cut_lent()
+
+
+def _state(rank: int, holder: Holder | None) -> str:
+    if holder is None:
+        return f"rank {rank} did not come"
+    if holder.is_dead:
+        return f"rank {rank} came ({holder.name}) and has died"
+    return (
+        f"rank {rank} came ({holder.name}) and does not go on (is it stopped, or does it hang? "
+        "its stack or its output tells)"
+    )

@@ -24,11 +24,10 @@ from weakref import WeakSet, finalize
 
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from stagelink.control.listening import store_host
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 
-__all__ = ["Remote", "StoreClient", "remote_of"]
+__all__ = ["Remote", "StoreClient", "remote_of", "store_host"]
 
 logger = logging.getLogger("stagelink")
 _T = TypeVar("_T")
@@ -106,7 +105,7 @@ class StoreClient:
         if isinstance(_base(store), HashStore | FileStore):
             return cls(_name(store), store)
         client = cls(_name(store))
-        client.make(lambda limit: _clone(store, limit), deadline, _remote_of(store))
+        client.make(lambda limit: _clone(store, limit), deadline, _peer(_descriptor(store)))
         return client
 
     def make(
@@ -124,8 +123,7 @@ class StoreClient:
         """
         self._remote = remote
         try:
-            with self._opening():
-                self._store = self._ask(lambda: self._tried(make, deadline), deadline)
+            self._store = self._made(make, deadline)
         except BaseException:
             self.close(0.0)
             raise
@@ -145,16 +143,16 @@ class StoreClient:
                 return store
             limit_s = min(2 * limit_s, _TRY_S[1])
 
-    @contextmanager
-    def _opening(self) -> Iterator[None]:
+    def _made(self, make: Callable[[timedelta], Store], deadline: Deadline) -> Store:
         self._making = {socket_ for _, socket_ in _sockets_to(self._remote)}
-        yield
+        store = self._ask(lambda: self._tried(make, deadline), deadline)
         self._making = None  # not where it failed: the constructor may still be at work
+        return store
 
     @property
     def host(self) -> str | None:
         """Host of the store, as this client calls it; None where it has none."""
-        return None if self._store is None else store_host(self._store)
+        return store_host(self._store)
 
     def call(self, work: Callable[[Store], _T], deadline: Deadline) -> _T:
         """Make one call and wait for its end; a signal interrupts the wait, not the call.
@@ -220,10 +218,7 @@ class StoreClient:
             # No waiting call keeps others from it. And torch counts the clients of a file, to
             # remove it after the last: more of them than ranks, and it would be too early.
             return PrefixStore(prefix, store)
-        with self._opening():
-            twin = self._ask(
-                lambda: self._tried(lambda limit: _clone(store, limit), deadline), deadline
-            )
+        twin = self._made(lambda limit: _clone(store, limit), deadline)
         twin.set_timeout(timedelta(seconds=max(deadline.remaining_s, 1.0)))
         lent = PrefixStore(prefix, twin)
         self._lent.add(lent)
@@ -249,9 +244,7 @@ class StoreClient:
     def close(self, seconds: float, freed_s: float = _FREED_S) -> None:
         """Let what was submitted end, for so many seconds at most, and let go of everything.
 
-        Args:
-            seconds: as said.
-            freed_s: for a call that was freed to return.
+        A call that is freed then has ``freed_s`` to return.
         """
         thread = self._thread
         if os.getpid() != self._process:
@@ -294,6 +287,12 @@ def _base(store: Store | None) -> Store | None:
     return store
 
 
+def store_host(store: Store | None) -> str | None:
+    """The host of a c10d store as its client has it; None for a store that has none."""
+    base = _base(store)
+    return str(base.host) if isinstance(base, TCPStore) else None
+
+
 def _name(store: Store) -> str:
     base = _base(store)
     if isinstance(base, TCPStore):
@@ -333,12 +332,9 @@ def _borrowed(number: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def _remote_of(store: Store) -> Remote | None:
-    number = _descriptor(store)
-    return None if number is None else _peer(number)
-
-
-def _peer(number: int) -> Remote | None:
+def _peer(number: int | None) -> Remote | None:
+    if number is None:
+        return None
     try:
         with _borrowed(number) as sock:
             return remote_of(sock)

@@ -1,11 +1,14 @@
-"""Descriptors of transports that a reader watches: a library's sockets, or its event descriptor.
+"""Parts of a reader: wake-ups of threads and of its epoll, and descriptors that it watches.
 
-A transport's action is *progressed* by whichever thread reads, so it needs no thread of its own.
+Wake-ups are kept for those who are not asleep yet. The descriptors are those of transports: a
+library's sockets, or its event descriptor. A transport's action is *progressed* by whichever
+thread reads, so it needs no thread of its own.
 """
 
 from __future__ import annotations
 
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from functools import partial
 from stagelink.deadline import Deadline
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Action", "Watch", "Watches", "event_mask", "readable", "writable"]
+__all__ = ["Action", "Bell", "Waker", "Watch", "Watches", "event_mask", "readable", "writable"]
 
 _ACTION_S = 2.0
 """How long the end of a watch waits for an action, which must not take 1 ms."""
@@ -24,6 +27,79 @@ _ACTION_S = 2.0
 _MOMENT_S = 0.0002
 
 Action = Callable[[], bool]
+
+
+class Bell:
+    """Wake-up call of one thread.
+
+    Attributes:
+        thread: whose it is.
+    """
+
+    __slots__ = ("_rung", "thread")
+
+    def __init__(self, thread: int = 0) -> None:
+        self.thread = thread
+        self._rung = threading.Lock()
+        self._rung.acquire(blocking=False)
+
+    def ring(self) -> None:
+        """Wake its thread, or have its next `sleep` return at once; from any thread."""
+        try:
+            self._rung.release()
+        except RuntimeError as error:  # it has been rung, and not heard yet
+            if stops_caller(error):
+                raise
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Block until it is rung; False when time ran out. Signals interrupt it."""
+        return self._rung.acquire(timeout=timeout_s)
+
+    def heard(self) -> bool:
+        """Whether it was rung since this, or `sleep`, was last called; never blocks."""
+        return self._rung.acquire(blocking=False)
+
+
+class Waker:
+    """Socket that can be read when somebody has called `wake`.
+
+    Attributes:
+        sock: for an epoll.
+        woken: whether a wake-up is pending that has not been heard; no other is needed.
+    """
+
+    def __init__(self) -> None:
+        self.sock, self._out = socket.socketpair()
+        self.sock.setblocking(False)
+        self._out.setblocking(False)
+        self.woken = False
+
+    def wake(self) -> None:
+        """Make the socket readable; from any thread."""
+        if self.woken:
+            return
+        try:
+            self.woken = True
+            self._out.send(b"\0")
+        except BaseException as error:
+            self.woken = False
+            if stops_caller(error) or not isinstance(error, OSError):
+                raise  # else it is closed, and nobody is left to be woken
+
+    def hear(self, _mask: int) -> None:
+        """Read what `wake` has sent; what it was sent for is looked at after this."""
+        try:
+            self.sock.recv(4096)
+        except BlockingIOError as error:
+            if stops_caller(error):
+                raise
+        finally:
+            self.woken = False
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.sock.close()
+        self._out.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,11 +113,7 @@ class Watch:
 
 
 class Watches:
-    """Descriptors that are watched, and for whom.
-
-    Args:
-        epoll: where the descriptors are registered.
-        ready: what is called when they are ready, by descriptor.
+    """Descriptors that are watched, and for whom: registered with an epoll, and in ``ready``.
 
     Attributes:
         due: actions to be called in the next turn, each with its descriptor.

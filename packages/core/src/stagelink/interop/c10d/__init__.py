@@ -19,11 +19,8 @@ that name as well.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
-from stagelink.errors import PlanError
 from stagelink.interop.c10d.errors import (
     C10dMessageError,
     C10dMessageTypeError,
@@ -41,14 +38,5 @@ __all__ = [
 ]
 
 
-def _create(given: Any, options: object) -> StagelinkGroup:
-    if options is not None and not isinstance(options, C10dOptions):
-        raise PlanError(
-            f"c10d options: pg_options: a {type(options).__name__}; give a "
-            "stagelink.interop.c10d.C10dOptions"
-        )
-    return StagelinkGroup(given, options)
-
-
 if NAME.upper() not in dist.Backend._plugins:
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(NAME, StagelinkGroup, extended_api=True, devices=["cpu", "cuda"])

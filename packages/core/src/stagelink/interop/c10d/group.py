@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from stagelink.deadline import Deadline
-from stagelink.errors import MessageError, StagelinkError
-from stagelink.interop.c10d.collectives import WithCollectives
+from stagelink.errors import MessageError, PlanError, StagelinkError
 from stagelink.interop.c10d.errors import one_tensor, whole
 from stagelink.interop.c10d.mailbox import Address
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions
 from stagelink.interop.c10d.works import Given, RecvWork, SendWork
-from stagelink.interop.collectives import recorded, untraced
+from stagelink.interop.collectives import WithCollectives, recorded, untraced
 from stagelink.links.arrival import Arrival
 from stagelink.links.out_link import OutLink, SendJob
 from stagelink.transport.addresses import check_reachable, is_loopback
@@ -56,9 +55,13 @@ class StagelinkGroup(WithCollectives):
         options: of the links; None: those of the environment, or the defaults.
     """
 
-    def __init__(self, given: Any, options: C10dOptions | None) -> None:
-        # Torch's stubs know another form only, whose result cannot be subclassed.
-        super().__init__(given.group_rank, given.group_size)  # type: ignore[call-arg]
+    def __init__(self, given: Any, options: object) -> None:
+        if options is not None and not isinstance(options, C10dOptions):
+            raise PlanError(
+                f"c10d options: pg_options: a {type(options).__name__}; give a "
+                "stagelink.interop.c10d.C10dOptions"
+            )
+        super().__init__(given)
         self._rank: int = given.group_rank
         self._ranks: list[int] = list(given.global_ranks_in_group) or [*range(given.group_size)]
         self._store: Store = given.store.underlying_store  # without the device, as gloo's has it
@@ -176,12 +179,12 @@ class StagelinkGroup(WithCollectives):
             # First: where it fails, no number is taken.
             raw = _payload(mesh, place, content, in_order=in_order)
             address = Address(self._number, place, tag, self._next(self._sent, peer, tag))
-            way = self._post(mesh, address, raw, like)
+            sent = self._post(mesh, address, raw, like)
         except StagelinkError as error:
             if stops_caller(error):
                 raise
             raise mesh.error(what, error) from error
-        return SendWork(mesh, what, self._timeout, tensor, way)
+        return SendWork(mesh, what, self._timeout, tensor, sent)
 
     def _refused(
         self, what: str, peer: int, tag: int, error: MessageError
@@ -261,11 +264,7 @@ class StagelinkGroup(WithCollectives):
 
     @untraced
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> RecvWork:
-        """Refuse: every message is for one sender.
-
-        Raises:
-            DistBackendError: always.
-        """
+        """Refuse with `DistBackendError`: every message is for one sender."""
         del tensors, tag
         raise dist.DistBackendError(
             "stagelink receives from a rank that is named: give recv or irecv its src"

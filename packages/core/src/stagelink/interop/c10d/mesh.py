@@ -47,11 +47,6 @@ class Mesh:
         store: one that only meshes of these ranks share; one after the other may.
         patience_s: for the others to come.
 
-    Attributes:
-        plan, rank: as given.
-        plane: this rank's control plane.
-        box: what was received and what is asked for.
-
     Raises:
         StagelinkError: as `stagelink.connect`.
     """

@@ -47,14 +47,7 @@ class Given(NamedTuple):
 
 
 class _MessageWork(dist.Work):
-    """One message; for as many threads as like, and as often.
-
-    Args:
-        mesh: what carries it.
-        what: what to call it in an error.
-        timeout: of the group.
-        tensor: what is sent, or where it goes.
-    """
+    """One message, called ``what`` in errors; for as many threads as like, and as often."""
 
     _SPAN: ClassVar[str]
     """Name of `wait` in a profiler's trace."""
@@ -177,9 +170,7 @@ class _MessageWork(dist.Work):
 class SendWork(_MessageWork):
     """A message to a peer; over when the tensor is the caller's again.
 
-    Args:
-        mesh, what, timeout, tensor: as above.
-        way: the message and the link by which it goes; None where it is gone already.
+    One that is gone already has no job and no link.
     """
 
     _SPAN = "stagelink:send"
@@ -190,23 +181,23 @@ class SendWork(_MessageWork):
         what: str,
         timeout: timedelta,
         tensor: torch.Tensor,
-        way: tuple[SendJob, OutLink] | None,
+        sent: tuple[SendJob, OutLink] | None,
     ) -> None:
         super().__init__(mesh, what, timeout, tensor)
-        self._way = way
+        self._sent = sent
 
     def _done(self) -> bool:
-        return self._way is None or self._way[0].finished
+        return self._sent is None or self._sent[0].finished
 
     def _awaited(self) -> Awaited | None:
-        if self._way is None:
+        if self._sent is None:
             return None
-        return Awaited(self._way[1].link.target, lambda: self._what)
+        return Awaited(self._sent[1].link.target, lambda: self._what)
 
     def _check_peer(self) -> None:
-        if self._way is None:
+        if self._sent is None:
             return
-        job, link = self._way
+        job, link = self._sent
         peer, plane = link.link.target, self._mesh.plane
         if not job.finished:
             plane.goodbyes.check_reached(peer, "room for a message")
@@ -215,12 +206,7 @@ class SendWork(_MessageWork):
 class RecvWork(_MessageWork):
     """A message from a peer; over when it is in the caller's tensor.
 
-    Args:
-        mesh, what, timeout: as above.
-        given: where it goes.
-        source: the peer, by its place in the group.
-        address: what the message is found by.
-        link: by which it comes; None where it is this rank's own.
+    One of this rank's own comes by no link.
     """
 
     _SPAN = "stagelink:recv"
@@ -318,13 +304,12 @@ class RecvWork(_MessageWork):
         if link.given_up or self._mesh.box.awaits(self._address):
             plane.goodbyes.check_here(peer, "a message")
 
-    def _source_rank(self) -> int:
-        return self._source
-
     @untraced
     def source_rank(self) -> int:
         """The peer, by its place in the group."""
         return self._source
+
+    _source_rank = source_rank
 
     @untraced
     def wait(self, timeout: timedelta | float | None = None) -> bool:

@@ -15,7 +15,6 @@ from stagelink.arguments import COUNT, FLAG, MAPPING, checked
 from stagelink.errors import PlanError, StagelinkError, UsageError
 from stagelink.exchange.connect import connect
 from stagelink.exchange.handler import Handler
-from stagelink.interop.pipedream.channels import Servers, limits_of, plan_of
 from stagelink.interop.pipedream.loop import Loop
 from stagelink.interop.pipedream.meeting import Meeting, explain_by
 from stagelink.interop.pipedream.phase import Place
@@ -25,7 +24,10 @@ from stagelink.interop.pipedream.topology import (
     RANKS,
     RANKS_BY_NAME,
     Declaration,
+    Servers,
     Topology,
+    limits_of,
+    plan_of,
 )
 
 __all__ = ["CommunicationHandler"]
@@ -34,7 +36,6 @@ logger = logging.getLogger("stagelink")
 
 Ranks = Sequence[int]
 
-_CLOSE_S = 30.0
 _AFTER_FAILURE_S = 1.0
 """The dead never leave, and after a failure the others need nothing of this rank's."""
 
@@ -65,7 +66,7 @@ class CommunicationHandler:
     Attributes:
         tables: of the class: tables of the plan, as its file has them, such as
             ``{"limits": {"deadline_s": 60.0}, "links": [{"transport": "shm"}]}``. They go before
-            what is made of the arguments; see `stagelink.interop.pipedream.channels.DEFAULTS`.
+            what is made of the arguments; see `stagelink.interop.pipedream.topology.LIMITS`.
         device: of the class: ``"cpu"`` or ``"cuda"``; None: CUDA where there is a GPU.
         receive_ranks: the mapping that `initialize` was given, as is ``send_ranks``.
 
@@ -107,8 +108,11 @@ class CommunicationHandler:
         self._initialized = False
         self._closed = False
         self._pid = os.getpid()
-        patience_s = limits_of(self.tables).connect_deadline_s
-        self._meeting = Meeting(master_addr, master_port, rank, world_size, backend, patience_s)
+        limits = limits_of(self.tables)
+        self._close_s = limits.close_deadline_s
+        self._meeting = Meeting(
+            master_addr, master_port, rank, world_size, backend, limits.connect_deadline_s
+        )
         atexit.register(self._at_exit)
 
     @checked(
@@ -361,9 +365,7 @@ class CommunicationHandler:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        limit_s = timeout_s
-        if limit_s is None:
-            limit_s = self._comm.plan.limits.close_deadline_s if self._comm else _CLOSE_S
+        limit_s = self._close_s if timeout_s is None else timeout_s
         failed = True
         try:
             self.wait()

@@ -10,9 +10,8 @@ import torch
 from stagelink.arguments import FLAG, expect, is_a
 from stagelink.errors import DeadlineError, DisagreementError, UsageError
 from stagelink.exchange.handler import Handler
-from stagelink.interop.pipedream.assignment import Assignment
-from stagelink.interop.pipedream.deadlock import explain
 from stagelink.interop.pipedream.meeting import Meeting
+from stagelink.interop.pipedream.order import Assignment, explain
 from stagelink.interop.pipedream.phase import Phase, Place
 from stagelink.schedule import UNTIL_END
 from stagelink.transport.interrupts import stops_caller
@@ -69,13 +68,7 @@ class Progress:
 class Loop:
     """Phases of one rank, one after the other.
 
-    Args:
-        place: this rank.
-        comm: carries the messages; None where no rank has any.
-        meeting: knows the other ranks' warm-up.
-
-    Attributes:
-        progress: of this phase.
+    Where no rank has messages there is no ``comm``; ``meeting`` knows the others' warm-up.
     """
 
     def __init__(self, place: Place, comm: Handler | None, meeting: Meeting) -> None:

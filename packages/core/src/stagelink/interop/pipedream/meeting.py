@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 from weakref import WeakSet
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from stagelink.control.launch import StoreAddress
-from stagelink.control.listening import gloo_address_by, store_host
+from stagelink.control.listening import gloo_address_by
 from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
+from stagelink.control.store import store_host
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, DeadlineError, PlanError, StagelinkError, UsageError
 from stagelink.exchange.handler import Handler
@@ -22,7 +24,6 @@ from stagelink.interop.collectives import ExplainedGroup, explained
 from stagelink.interop.pipedream.topology import Declaration
 from stagelink.plan.document import Control
 from stagelink.plan.problems import launch_problems
-from stagelink.transport.gloo_groups import THREADS, break_off, gloo_group
 from stagelink.transport.host import server_id
 from stagelink.transport.interrupts import stops_caller
 
@@ -35,15 +36,8 @@ _AFTER_FAILURE_S = 1.0
 class Meeting:
     """Exchange among the ranks of one job before they are connected.
 
-    Making one blocks until all ranks have made theirs. Nothing is written to the environment.
-
-    Args:
-        master_addr: where rank 0 is, or a store's address in the form ``file:///path``.
-        master_port: a free port there; rank 0 holds it.
-        rank: this rank.
-        world_size: how many there are.
-        backend: of the default process group, as torch takes it.
-        connect_deadline_s: seconds for the others to come.
+    Making one blocks until all ranks have made theirs. Nothing is written to the environment. The
+    arguments are those of `CommunicationHandler`, and seconds for the others to come.
 
     Attributes:
         store: the job's store, for those that connect.
@@ -124,7 +118,7 @@ class Meeting:
             ConnectError: some have not come; they are named.
         """
         deadline = Deadline(self._patience_s)
-        self._rendezvous.publish("declaration", declaration.to_json())
+        self._rendezvous.publish("declaration", asdict(declaration))
         found = self._rendezvous.read("declaration", [*range(self._world_size)], deadline)
         return [Declaration.from_json(found[rank]) for rank in range(self._world_size)]
 
@@ -140,11 +134,9 @@ class Meeting:
         return [next((said[rank] for rank in ranks if rank in said), None) for ranks in stages]
 
     def leave(self, seconds: float, *, destroy_group: bool) -> None:
-        """Give everything back; rank 0 waits so long for the others, since it holds the store.
+        """Give everything back, the default process group too if it is to go and is still ours.
 
-        Args:
-            seconds: to wait.
-            destroy_group: whether the default process group goes as well, if it is still ours.
+        Rank 0 waits so long for the others, since it holds the store.
         """
         explain_by(None)
         if destroy_group and dist.is_initialized() and dist.group.WORLD is self._group:
@@ -182,20 +174,10 @@ class _GlooGroup(ExplainedGroup):
     """Gloo's group as torch makes it, for CPU and CUDA tensors, with errors explained."""
 
     def __init__(self, given: Any) -> None:
-        # Torch's stubs know another form only, whose result cannot be subclassed.
-        super().__init__(given.group_rank, given.group_size)  # type: ignore[call-arg]
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self.gloo: Any = gloo_group(
-            given.store,
-            given.group_rank,
-            given.group_size,
-            address=_host_address(given),
-            timeout=given.timeout,
-            threads=THREADS,
-        )
-        self.inner = dist.ProcessGroup(given.store, given.group_rank, given.group_size)
+        super().__init__(given)
+        self._make_gloo(given, given.store, _host_address(given))
         for device in ("cpu", "cuda"):
-            self._carry_out_by(device, kind, self.gloo)
+            self._carry_out_by(device, dist.ProcessGroup.BackendType.GLOO, self._gloo)
         _groups.add(self)
 
     recv = explained("recv")
@@ -245,4 +227,4 @@ def backend_for(backend: str | None) -> str | None:
 
 def _break_all_off(_: StagelinkError) -> None:
     for group in tuple(_groups):
-        break_off(group.gloo, group.rank(), group.size())
+        group._break_off()

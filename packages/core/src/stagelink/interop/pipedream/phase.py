@@ -21,9 +21,8 @@ import torch
 from stagelink.arguments import is_a
 from stagelink.errors import MessageError, UsageError
 from stagelink.exchange.session import Session
-from stagelink.interop.pipedream.assignment import Assignment
-from stagelink.interop.pipedream.channels import channel
-from stagelink.interop.pipedream.topology import ACK, Edge, Topology
+from stagelink.interop.pipedream.order import Assignment
+from stagelink.interop.pipedream.topology import ACK, Edge, Topology, channel
 from stagelink.transport.lanes import device_here
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of
@@ -35,13 +34,7 @@ logger = logging.getLogger("stagelink")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank in the pipeline.
-
-    Attributes:
-        topology: the pipeline.
-        rank: the rank.
-        dtypes: of all tensors that are no targets, by name; acks are int64.
-    """
+    """A rank in the pipeline, with the dtypes of all tensors that are no targets, by name."""
 
     topology: Topology
     rank: int
@@ -59,13 +52,7 @@ class Place:
 
 
 class Phase:
-    """A training or an evaluation, from one start to its end.
-
-    Args:
-        place: this rank.
-        session: carries the messages; answers come back in it.
-        assignment: replicas of the minibatches.
-        ack_shape: of an ack, in evaluation; None: in training.
+    """A training, or an evaluation, which has acks of some shape, from one start to its end.
 
     Attributes:
         mine: this rank's minibatches, numbered in the whole pipeline, in its order.
@@ -194,7 +181,11 @@ class Phase:
         if plain is None:
             return tensor
         if not edge.answered:
-            _check_target(plain, self._what(name))
+            if plain.is_floating_point() or plain.is_complex():  # which int64 cannot hold
+                raise MessageError(
+                    f"{self._what(name)}: a target is received as torch.int64; this is "
+                    f"{plain.dtype}"
+                )
             return _detached(plain)
         _check_dtype(plain, self._place.dtypes[name], self._what(name))
         if self.forward_only:
@@ -284,25 +275,11 @@ def _unpacked(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tens
 
 
 def _check_dtype(tensor: torch.Tensor, declared: torch.dtype, what: str) -> None:
-    """Refuse a tensor of another dtype than the one that its receiver takes it for.
-
-    Raises:
-        MessageError: it has another one.
-    """
+    """Refuse a tensor of another dtype than the one that its receiver takes it for."""
     if tensor.dtype != declared:
         raise MessageError(
             f"{what}: the tensor is {tensor.dtype}, training_tensor_dtypes says {declared}"
         )
-
-
-def _check_target(tensor: torch.Tensor, what: str) -> None:
-    """Refuse a target that int64 cannot hold: targets are received as that.
-
-    Raises:
-        MessageError: it is no tensor of whole numbers.
-    """
-    if tensor.is_floating_point() or tensor.is_complex():
-        raise MessageError(f"{what}: a target is received as torch.int64; this is {tensor.dtype}")
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:

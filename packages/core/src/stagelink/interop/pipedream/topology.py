@@ -1,24 +1,60 @@
-"""The topology of stages, put together from what each rank knows: its neighbours and its tensors.
+"""The topology of stages, put together from what each rank knows, and the plan made of it.
 
 PipeDream's runtime tells the handler of a rank only what it sends and receives itself. The ranks
 exchange that, and what they say must fit together.
+
+The plan has a stage for each rank and a tensor for each pair of ranks: the caller decides which
+replica gets a minibatch, and how many each gets. So no routing is left to be done: a message is
+found by its name, its two ranks and its minibatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagelink.arguments import Expected
 from stagelink.errors import PlanError
+from stagelink.plan import Limits, Plan
 
-__all__ = ["ACK", "NAMES", "RANKS", "RANKS_BY_NAME", "Declaration", "Edge", "Topology"]
+__all__ = [
+    "ACK",
+    "LIMITS",
+    "NAMES",
+    "RANKS",
+    "RANKS_BY_NAME",
+    "WINDOW",
+    "Declaration",
+    "Edge",
+    "Servers",
+    "Topology",
+    "channel",
+    "limits_of",
+    "plan_of",
+]
 
 ACK = "ack"
 """Name of what is sent back for each minibatch in evaluation."""
+
+WINDOW = 1024
+"""Minibatches that may be in flight per tensor and pair of ranks; others take no memory.
+
+PipeDream's own callers have their warm-up and one more.
+"""
+
+LIMITS = {
+    "deadline_s": 600.0,
+    "first_deadline_s": 1800.0,
+    "connect_deadline_s": 600.0,
+    "close_deadline_s": 30.0,
+}
+"""Limits of the plan where the caller does not say otherwise. PipeDream has none but those of its
+backend, half an hour."""
+
+_ACROSS = "gloo"
 
 RANKS = Expected(
     "a list of ranks",
@@ -65,13 +101,9 @@ class Declaration:
     acks: bool
     device: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Encode for `from_json`."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Declaration:
-        """Decode another rank's `to_json`."""
+        """Put together again what was a dict in JSON."""
         maps = {
             key: {name: tuple(ranks) for name, ranks in found[key].items()}
             for key in ("receives", "sends")
@@ -213,12 +245,7 @@ def _check_alike(told: Declaration, first: Declaration) -> None:
 
 
 def _between(first: Sequence[Declaration], stages: Sequence[tuple[int, ...]]) -> Iterable[Edge]:
-    """All that one stage sends and a later one receives.
-
-    Args:
-        first: the declaration of each stage's first replica.
-        stages: the stages.
-    """
+    """All that one stage sends and a later one receives, as their first replicas declare it."""
     sent = {
         (name, source, _stage_of(ranks, stages, told, name))
         for source, told in enumerate(first)
@@ -257,3 +284,97 @@ def _stage_of(
 
 def _shown(value: object) -> str:
     return repr(list(value) if isinstance(value, tuple) else value)
+
+
+# -- the plan
+
+
+class Servers(NamedTuple):
+    """Transports by the constructor's arguments.
+
+    Attributes:
+        backend: of the default process group, and of links within a server.
+        ranks_in_server: so many ranks, in their order, share a server; 1: none do.
+    """
+
+    backend: str | None
+    ranks_in_server: int
+
+
+def channel(name: str, source: int, target: int) -> str:
+    """The plan's name for a tensor between two ranks."""
+    return f"{name} {source}>{target}"
+
+
+def limits_of(tables: Mapping[str, Any]) -> Limits:
+    """The time limits that the plan will have, for what comes before there is one.
+
+    Raises:
+        PlanError: the table of limits is wrong.
+    """
+    limits = tables.get("limits", {})
+    stand_in = {
+        "pipeline": {"name": "pipedream", "microbatches": 1},
+        "stages": [{"name": "any", "ranks": [0]}],
+        "limits": {**LIMITS, **limits} if isinstance(limits, Mapping) else limits,
+    }
+    return Plan.from_dict(stand_in, where="CommunicationHandler.tables").limits
+
+
+def plan_of(topology: Topology, servers: Servers, tables: Mapping[str, Mapping[str, Any]]) -> Plan:
+    """The plan that all ranks make for themselves; tables of a plan's file go before it.
+
+    Raises:
+        PlanError: the tables do not fit.
+    """
+    pairs = [
+        (edge, source, target)
+        for edge in topology.edges
+        for source in topology.stages[edge.source]
+        for target in topology.stages[edge.target]
+    ]
+    names = {rank: f"stage {s}.{r}" for rank, (s, r) in topology.places.items()}
+    own: dict[str, Mapping[str, Any]] = {
+        "pipeline": {"name": "pipedream", "microbatches": 1, "window": WINDOW},
+        "limits": LIMITS,
+    }
+    merged = {key: {**own.get(key, {}), **tables[key]} for key in tables if key != "links"}
+    document = {
+        **own,
+        **merged,
+        "stages": [
+            {"name": name, "ranks": [rank], "device": topology.devices[rank]}
+            for rank, name in names.items()
+        ],
+        "tensors": [
+            {
+                "name": channel(edge.name, source, target),
+                "from": names[source],
+                "to": names[target],
+                "grad": edge.answered,
+            }
+            for edge, source, target in pairs
+        ],
+        "links": tables.get("links", [*_rules(pairs, servers)]),
+    }
+    return Plan.from_dict(document, where="the plan of PipeDream's maps")
+
+
+def _rules(
+    pairs: Sequence[tuple[Edge, int, int]], servers: Servers
+) -> Iterable[Mapping[str, Any]]:
+    """The backend within servers, but for acks; Gloo across."""
+    inside = servers.backend if servers.backend in {"nccl", _ACROSS} else "auto"
+    size = servers.ranks_in_server
+    ends = {(source, target) for _, source, target in pairs}
+    together = {pair for pair in ends if size > 1 and pair[0] // size == pair[1] // size}
+    if inside == _ACROSS:
+        together = set()
+    acks = [channel(ACK, source, target) for edge, source, target in pairs if edge.name == ACK]
+    if together and acks:
+        yield {"tensor": acks, "transport": _ACROSS}
+    for server in sorted({source // size for source, _ in together}):
+        ranks = {rank for pair in together for rank in pair if rank // size == server}
+        yield {"from_rank": sorted(ranks), "to_rank": sorted(ranks), "transport": inside}
+    if together < ends:
+        yield {"transport": _ACROSS}

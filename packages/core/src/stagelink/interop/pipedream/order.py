@@ -1,21 +1,96 @@
-"""Deadlocks of PipeDream's loop: a walk through its order, with the callers' warm-up."""
+"""Order of the minibatches in PipeDream's loop: which replica has each, and where it deadlocks.
+
+Replica ``r`` of a stage sends its ``f``-th minibatch to replica ``(f + r) mod C`` of the ``C`` of
+the next stage, and each of those takes them by ``f``, then by ``r``. Numbers of minibatches need
+not divide: a replica that has as many as it asked for is passed over. Minibatches have numbers in
+the pipeline as a whole, in the order in which the first stage's replicas take turns.
+
+Deadlocks are found by a walk through that order, with the warm-up that the callers have.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import chain, zip_longest
 from math import lcm
 
-from stagelink.interop.pipedream.assignment import Assignment
+from stagelink.errors import DisagreementError
 from stagelink.interop.pipedream.topology import ACK, Topology
 from stagelink.plan import Plan
 from stagelink.schedule import Walked, actions_of, choose_warm_up, default_warm_up, walk
 from stagelink.schedule.waits import cycle, describe
 
-__all__ = ["explain"]
+__all__ = ["Assignment", "explain"]
 
 _LONGEST = 4096
 _MOST_MORE = 16
+
+
+class Assignment:
+    """The minibatches of every replica of every stage.
+
+    Args:
+        counts: for each stage how many minibatches each replica has.
+
+    Raises:
+        DisagreementError: the stages do not have the same number in all.
+
+    Attributes:
+        total: how many there are in the whole pipeline.
+        mine: for each stage and replica its minibatches, in its order.
+    """
+
+    def __init__(self, counts: Sequence[Sequence[int]]) -> None:
+        self.total = sum(counts[0])
+        for stage, own in enumerate(counts):
+            if sum(own) != self.total:
+                raise DisagreementError(
+                    f"the replicas of stage 0 were started with {_listed(counts[0])} iterations, "
+                    f"in all {self.total}, those of stage {stage} with {_listed(own)}, in all "
+                    f"{sum(own)}; every stage handles every minibatch once"
+                )
+        self.mine = [_first(counts[0])]
+        for own in counts[1:]:
+            self.mine.append(_next(self.mine[-1], own))
+
+    @cached_property
+    def replicas(self) -> list[list[int]]:
+        """Replica of each minibatch, by stage."""
+        found = [[0] * self.total for _ in self.mine]
+        for table, stage in zip(found, self.mine, strict=True):
+            for replica, own in enumerate(stage):
+                for minibatch in own:
+                    table[minibatch] = replica
+        return found
+
+
+def _first(counts: Sequence[int]) -> list[list[int]]:
+    mine: list[list[int]] = [[] for _ in counts]
+    steps = (r for step in range(max(counts)) for r, own in enumerate(counts) if step < own)
+    for minibatch, replica in enumerate(steps):
+        mine[replica].append(minibatch)
+    return mine
+
+
+def _next(before: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+    mine: list[list[int]] = [[] for _ in counts]
+    for minibatch, step, sender in _by_step(before):
+        replica = (step + sender) % len(counts)
+        while len(mine[replica]) == counts[replica]:
+            replica = (replica + 1) % len(counts)
+        mine[replica].append(minibatch)
+    return mine
+
+
+def _by_step(mine: Sequence[Sequence[int]]) -> Iterable[tuple[int, int, int]]:
+    """Every minibatch with its place among its replica's own, and the replica: by the two."""
+    steps = (
+        [(own, step, replica) for replica, own in enumerate(column) if own is not None]
+        for step, column in enumerate(zip_longest(*mine))
+    )
+    return chain.from_iterable(steps)
 
 
 def explain(
@@ -26,8 +101,8 @@ def explain(
     Args:
         topology: the pipeline.
         counts: for each stage how many minibatches each replica has.
-        found: for each stage the warm-up that its callers were seen to have, None where none has
-            come to its first backward; PipeDream's default is taken for it.
+        found: for each stage the warm-up that its callers were seen to have; PipeDream's default
+            is taken where there is None.
     """
     replicas = [len(ranks) for ranks in topology.stages]
     default = default_warm_up(replicas)
