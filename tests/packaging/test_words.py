@@ -38,21 +38,9 @@ PAGES = sorted(
     - {ROOT / "CHANGELOG.md", ROOT / "docs/glossary.md"}
 )
 
-PENDING = (
-    *(CORE / room for room in ("exchange", "links")),
-    CORE / "interop/c10d",
-    *(CORE / "transport" / name for name in ("contract.py", "lanes.py", "loopback.py")),
-    ROOT / "docs/writing-a-transport.md",
-)
-"""Where other words still stand."""
-
 QUESTIONS = "Who|Whom|Whose|What|Where|When|Why|Which|How|Whoever|Whatever"
 OTHERS = "There|Nobody|Somebody|Something|It|So|As|By|Of|For|From|In|With|Once|Not"
 BEGINNINGS = re.compile(rf"({QUESTIONS}|{OTHERS})\b")
-
-
-def pending(file: Path) -> bool:
-    return any(file.is_relative_to(place) for place in PENDING)
 
 
 def idioms() -> dict[str, re.Pattern[str]]:
@@ -112,7 +100,6 @@ def test_nothing_is_said_in_words_of_our_own(kind: str) -> None:
     found = [
         f"{file.relative_to(ROOT)}: {words}"
         for file in files
-        if not pending(file)
         for words, pattern in idioms().items()
         if pattern.search(text_of(file))
     ]
@@ -120,7 +107,7 @@ def test_nothing_is_said_in_words_of_our_own(kind: str) -> None:
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
-    every = [one for file in [*SOURCES, *SCRIPTS] if not pending(file) for one in documented(file)]
+    every = [one for file in [*SOURCES, *SCRIPTS] for one in documented(file)]
     wrong = [one.place for one in every if BEGINNINGS.match(one.text)]
     wrong += [
         one.place for one in every if one.text.startswith("Whether") and not one.says_whether

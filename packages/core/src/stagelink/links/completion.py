@@ -1,4 +1,4 @@
-"""What a transport says of its messages: that they are done, or that there is room for more.
+"""Completion of messages, as a transport says it, and its room for more.
 
 It says so on any thread, and perhaps with something of its own locked. So what it says is noted
 first, and acted on by one thread at a time: the one that has the lock, which also orders

@@ -102,7 +102,7 @@ class InLink(LinkEnd[Arrival]):
             self.lane.hand_over(arrival.payload, arrival.moment)
 
     def close(self, deadline: Deadline) -> None:
-        """As `LinkEnd.close`; what has not begun never will."""
+        """Close the end; what has not begun never will."""
         super().close(deadline)
         with self._lock:
             while self._queue:

@@ -1,4 +1,4 @@
-"""What both ends of a link share inside core: opening, notes, watched descriptors and the end."""
+"""Common part of a link's two ends: opening, notes, watched descriptors and the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class LinkEnd(Completion[_T]):
-    """What both ends share.
+    """Common part of both ends.
 
     Args:
         link: what it connects.

@@ -70,7 +70,7 @@ class OutLink(LinkEnd[SendJob]):
         fail: see `LinkEnd`.
 
     Attributes:
-        unfinished: how many messages are queued or under way.
+        unfinished: how many messages are queued or in flight.
     """
 
     _DOING = "sending on"

@@ -1,4 +1,4 @@
-"""What a transport's end of a link asks of core."""
+"""Port of a link's end, as core makes it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def other_end(link: Link, rank: int) -> int:
 
 
 def port_of(wiring: Wiring, link: Link, end: LinkEnd[Any], number: int) -> Port:
-    """What a transport gets with a link's end.
+    """Make the port of a link's end.
 
     Args:
         wiring: whose link it is.

@@ -1,4 +1,4 @@
-"""From the plan to open links: who is connected, by which transport, and the links' ends."""
+"""Opening of a plan's links: who is connected, by which transport, and the links' ends."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Wiring:
             self.enter(windows)
 
     def lift(self) -> None:
-        """Nobody here keeps a message any more: peers may send whatever is left."""
+        """Lift the windows of messages to this rank: peers may send whatever is left."""
         for route in self.into.values():
             route.window.lift()
 
@@ -161,7 +161,7 @@ class Wiring:
         with self.plane.lock:
             self._opening.add(peer)
             thread.start()
-            self._openers.append(thread)  # by now: whoever closes at this moment waits for it
+            self._openers.append(thread)  # by now: a close at this moment waits for it
 
     def _on_ready(self, peer: int, frame: Frame) -> None:
         del frame
@@ -231,7 +231,7 @@ class Wiring:
             for number, link in enumerate(self._numbered[peer]):
                 self._open_end(number, link, transports[link.transport], deadline)
         except (ClosedError, PeerClosedError):
-            pass  # no failure; whoever waits for the peer is told so itself
+            pass  # no failure; callers that wait for the peer are told so
         except StagelinkError as error:
             self.plane.failure.blame(error)
         except Exception as error:
@@ -292,7 +292,7 @@ class Wiring:
             end.abort(cause)
 
     def window_of(self, link: Link) -> int:
-        """How many messages of a link may be under way, over all its edges."""
+        """Limit of unacknowledged messages of a link, over all its edges."""
         return self._windows[link]
 
     @property

@@ -1,4 +1,4 @@
-"""What a transport is: the classes that a plugin author subclasses and those that core hands in.
+"""Transport contract: the classes that a plugin author subclasses and those that core hands in.
 
 A transport moves the bytes of messages that both ends already know. Core owns everything else:
 which message goes where, in what order, how many are in flight, who has died. For each *link*
@@ -210,10 +210,10 @@ class Receiver(ABC):
         """
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        """As `Sender.on_note`."""
+        """Take a note, like `Sender.on_note`."""
 
     def abort(self, cause: BaseException) -> None:
-        """As `Sender.abort`."""
+        """Abort, like `Sender.abort`."""
 
     def close(self, deadline: Deadline) -> None:
         """Give back what ``open_receiver`` took; as `Sender.close`."""
@@ -257,11 +257,11 @@ class Transport(ABC):
         """
 
     def describe(self) -> Mapping[str, Any]:
-        """What a peer must know to judge a link: small JSON-able values, a device's uuid say."""
+        """Describe this rank to peers that judge a link: JSON-able values, as a device's uuid."""
         return {}
 
     def lane(self, link: Link) -> Lane | None:
-        """Where a link's copies are queued; called once for each end, where `connect` is called.
+        """Make the stream of a link's copies; called once for each end, where `connect` is called.
 
         For an author of a transport to another kind of device than CUDA to override.
 
@@ -275,7 +275,7 @@ class Transport(ABC):
         return CudaLane()
 
     def footprint(self, window: int, message_bytes: int | None) -> Footprint | None:
-        """What a link would take of memory shared by its ends, for ``stagelink plan`` to tell.
+        """Estimate memory that a link shares between its ends, for ``stagelink plan`` to tell.
 
         Args:
             window: as `Port.window`.

@@ -1,7 +1,7 @@
-"""Where a link's copies are queued: a stream of its own on a device that has streams.
+"""Streams of links: where a link's copies are queued, on a device that has streams.
 
-What a caller has computed when it sends may not have run yet, and what was received may not be
-there yet when it is handed out: on such a device both are only in order with other work. A `Lane`
+CUDA work is asynchronous: the kernels that compute a sent tensor and the copy that fills a
+received one may still be pending; both are only *stream-ordered*. A `Lane`
 keeps that order. Core enters it around every ``begin`` and ``finish`` of the link, after the
 message's own `Moment`; what is handed to the caller comes after the lane's.
 
@@ -51,11 +51,11 @@ class Lane(ABC):
 
     @abstractmethod
     def callers_moment(self) -> Moment | None:
-        """What the calling thread has queued up to now, on its own stream; None if all is done."""
+        """Record what the calling thread has queued, on its own stream; None if all is done."""
 
     @abstractmethod
     def moment(self) -> Moment | None:
-        """What has been queued on this lane up to now; None if all of it is done."""
+        """Record what has been queued on this lane up to now; None if all of it is done."""
 
     @abstractmethod
     def entered(self, after: Moment | None = None) -> AbstractContextManager[None]:
@@ -86,7 +86,7 @@ class Lane(ABC):
 
 
 def device_here(kind: str) -> torch.device:
-    """Where tensors of a stage on this kind of device are: for CUDA, on the current one."""
+    """Device of a stage's tensors on this kind of device: for CUDA, the current one."""
     if kind != "cuda":
         return torch.device(kind)
     return torch.device(kind, torch.cuda.current_device())
@@ -117,11 +117,11 @@ class HostLane(Lane):
         return outside_modes()
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        """From the pool."""
+        """Take from the pool."""
         return self._take(size_bytes)
 
     def staging(self, size_bytes: int) -> torch.Tensor:
-        """From the pool."""
+        """Take from the pool."""
         return self._take(size_bytes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ class HostLane(Lane):
             return self._take(payload.numel()).copy_(payload)
 
     def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
-        """It is there."""
+        """Do nothing: the payload is there."""
 
 
 class CudaMoment(Moment):
@@ -149,7 +149,7 @@ class CudaMoment(Moment):
 
     @property
     def reached(self) -> bool:
-        """As CUDA says."""
+        """Whether CUDA says so."""
         return bool(self.event.query())
 
 
@@ -177,14 +177,14 @@ class CudaLane(Lane):
 
     @contextmanager
     def entered(self, after: Moment | None = None) -> Iterator[None]:
-        """As `torch.cuda.stream`; it sets the thread's device as well."""
+        """Enter `torch.cuda.stream`; it sets the thread's device as well."""
         with torch.cuda.stream(self._stream), outside_modes():
             if isinstance(after, CudaMoment):
                 self._stream.wait_event(after.event)
             yield
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        """From torch's allocator, which keeps it for this stream."""
+        """Allocate by torch, which keeps the memory for this stream."""
         with torch.cuda.stream(self._stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
@@ -203,7 +203,7 @@ class CudaLane(Lane):
             return payload.clone()
 
     def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
-        """By an event; and torch's allocator learns that the memory is used there as well."""
+        """Wait for an event; torch's allocator learns that the memory is used there as well."""
         stream = torch.cuda.current_stream(self.device)
         if isinstance(moment, CudaMoment):
             stream.wait_event(moment.event)

@@ -313,7 +313,7 @@ class RecvWork(_MessageWork):
 
     @untraced
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """As of any work; on a device with streams the caller's goes on when the payload is there.
+        """Wait; on a device with streams the caller's goes on when the payload is there.
 
         Raises:
             DistBackendError: as of any work.
@@ -325,7 +325,7 @@ class RecvWork(_MessageWork):
 
     @untraced
     def is_completed(self) -> bool:
-        """As of any work; and the payload is there."""
+        """Whether the work is complete, and the payload is there."""
         return super().is_completed() and (self._moment is None or self._moment.reached)
 
     def _awaited(self) -> Awaited | None:
