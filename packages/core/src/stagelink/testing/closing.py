@@ -9,21 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 from stagelink.errors import PeerClosedError, StagelinkError
+from stagelink.exchange.handler import Handler
 from stagelink.testing.drivers import echo, some
 from stagelink.testing.late import late
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.subject import Subject
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from stagelink.exchange.handler import Handler
 
 __all__ = [
     "closes_with_a_queue",

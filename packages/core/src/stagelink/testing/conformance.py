@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
 try:
     import pytest
@@ -42,13 +42,11 @@ from stagelink.plugins.problems import transport_problems
 from stagelink.testing import closing, drivers, interruptions
 from stagelink.testing.contract_check import PATIENCE_S
 from stagelink.testing.leaks import LeakCheck
+from stagelink.testing.programs import Pass
 from stagelink.testing.ranks import RankPool, run_fresh
 from stagelink.testing.subject import Subject
 from stagelink.testing.threads import run_threads
 from stagelink.transport.contract import Capabilities, Link, Place, Transport, Verdict
-
-if TYPE_CHECKING:
-    from stagelink.testing.programs import Pass
 
 __all__ = ["TransportConformance", "ready", "runner"]
 

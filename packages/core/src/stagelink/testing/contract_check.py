@@ -7,11 +7,15 @@ the contract, whatever else goes wrong because of it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
+
+from stagelink.deadline import Deadline
 from stagelink.testing.wrapping import (
     E,
     WrappedDone,
@@ -21,17 +25,9 @@ from stagelink.testing.wrapping import (
     WrappedSender,
     wrapped,
 )
-from stagelink.transport.contract import Receiver, Sender
+from stagelink.transport.contract import Announce, Done, Message, Port, Receiver, Sender, Transport
+from stagelink.transport.header import Header
 from stagelink.transport.payload import payload_problem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import torch
-
-    from stagelink.deadline import Deadline
-    from stagelink.transport.contract import Announce, Done, Message, Port, Transport
-    from stagelink.transport.header import Header
 
 __all__ = ["PATIENCE_S", "ContractCheck", "checked"]
 

@@ -10,20 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import Store
 
 from stagelink.errors import DeadlineError, StagelinkError
+from stagelink.exchange.session import Session
 from stagelink.testing.samples import awkward_tensors, difference, same_bits, tensors_of_sizes
 from stagelink.testing.serving import report
 from stagelink.testing.subject import Subject
 from stagelink.testing.threads import run_threads
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from stagelink.exchange.session import Session
 
 __all__ = [
     "Subject",

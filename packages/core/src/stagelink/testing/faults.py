@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+import torch
+
+from stagelink.deadline import Deadline
 from stagelink.errors import UsageError
 from stagelink.testing.wrapping import (
     E,
@@ -22,16 +25,8 @@ from stagelink.testing.wrapping import (
     wrapped,
 )
 from stagelink.transport.blocking import Finisher
-from stagelink.transport.contract import Receiver, Sender
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from stagelink.deadline import Deadline
-    from stagelink.transport.contract import Announce, Done, Message, Port, Transport
-    from stagelink.transport.header import Header
+from stagelink.transport.contract import Announce, Done, Message, Port, Receiver, Sender, Transport
+from stagelink.transport.header import Header
 
 __all__ = ["Corrupt", "Fail", "Gate", "Hold", "Point", "faulty"]
 

@@ -11,32 +11,25 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore
+import torch
+from torch.distributed import PrefixStore, Store
 
 from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError
+from stagelink.exchange.handles import SendHandle
+from stagelink.exchange.session import Session
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.samples import difference, tensors_of_sizes
+from stagelink.testing.subject import Subject
 from stagelink.testing.wrapping import E, WrappedEnd, WrappedReceiver, WrappedSender, wrapped
-from stagelink.transport.contract import Receiver, Sender
+from stagelink.transport.contract import Announce, Done, Message, Port, Receiver, Sender, Transport
+from stagelink.transport.header import Header
 from stagelink.transport.payload import payload_problem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import torch
-    from torch.distributed import Store
-
-    from stagelink.exchange.handles import SendHandle
-    from stagelink.exchange.session import Session
-    from stagelink.testing.subject import Subject
-    from stagelink.transport.contract import Announce, Done, Message, Port, Transport
-    from stagelink.transport.header import Header
 
 __all__ = ["DEADLINE_S", "NOTHING_TO_WAIT_FOR", "WORD_S", "Side", "half_way"]
 

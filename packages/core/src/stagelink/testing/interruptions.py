@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
+
+from torch.distributed import Store
 
 from stagelink.testing.half_way import DEADLINE_S, NOTHING_TO_WAIT_FOR, WORD_S, half_way
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from stagelink.testing.subject import Subject
+from stagelink.testing.subject import Subject
 
 __all__ = [
     "NOTHING_TO_WAIT_FOR",

@@ -11,17 +11,15 @@ import importlib.util
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from torch.distributed import FileStore
 
 from stagelink.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
 
 __all__ = ["Job", "Task"]
 

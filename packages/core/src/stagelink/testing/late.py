@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+import torch
+
+from stagelink.deadline import Deadline
 from stagelink.testing.wrapping import WrappedDone, WrappedPort, WrappedSender, wrapped
 from stagelink.transport.blocking import Finisher
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from stagelink.deadline import Deadline
-    from stagelink.transport.contract import Announce, Done, Message, Port, Sender, Transport
+from stagelink.transport.contract import Announce, Done, Message, Port, Sender, Transport
 
 __all__ = ["late"]
 

@@ -6,18 +6,14 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagelink.deadline import Deadline
+from stagelink.testing.ranks import RankPool
 from stagelink.testing.worker import open_descriptors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from stagelink.testing.ranks import RankPool
 
 __all__ = ["KINDS", "LeakCheck", "no_leaks"]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from signal import Signals
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagelink.errors import StagelinkError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Outcome", "RankFailedError"]
 

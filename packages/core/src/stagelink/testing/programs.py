@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from hypothesis.strategies import SearchStrategy
+from torch.distributed import Store
 
+from stagelink.exchange.session import Session
 from stagelink.testing.subject import Subject
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hypothesis.strategies import SearchStrategy
-    from torch.distributed import Store
-
-    from stagelink.exchange.session import Session
 
 __all__ = ["Parcel", "Pass", "follows", "programs"]
 

@@ -16,24 +16,19 @@ import os
 import pickle
 import signal
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple
+from typing import Any, Generic, Self, TypeVar, TypeVarTuple
+
+from torch.distributed import Store
 
 from stagelink.deadline import Deadline
 from stagelink.testing.jobs import Job, Task
 from stagelink.testing.outcome import Outcome, RankFailedError
 from stagelink.testing.serving import Event, Failed, Returned
-from stagelink.testing.worker import start_workers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Self
-
-    from torch.distributed import Store
-
-    from stagelink.testing.worker import Worker
+from stagelink.testing.worker import Worker, start_workers
 
 __all__ = ["RankPool", "RankProcesses", "run_fresh"]
 

@@ -12,17 +12,14 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stagelink.errors import UsageError
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-    from stagelink.testing.jobs import Task
+from stagelink.testing.jobs import Task
 
 __all__ = ["Event", "Failed", "Returned", "report", "serve"]
 

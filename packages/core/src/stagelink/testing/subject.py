@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.distributed import Store
 
 from stagelink.exchange.connect import connect
+from stagelink.exchange.handler import Handler
 from stagelink.plan import Plan
 from stagelink.plugins.plugins import Plugins
 from stagelink.testing.contract_check import PATIENCE_S, ContractCheck, checked
 from stagelink.testing.synchronous import synchronous
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import torch
-    from torch.distributed import Store
-
-    from stagelink.exchange.handler import Handler
-    from stagelink.transport.contract import Transport
+from stagelink.transport.contract import Transport
 
 __all__ = ["DEADLINE_S", "Subject"]
 

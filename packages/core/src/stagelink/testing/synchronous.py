@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+import torch
 
 from stagelink.testing.wrapping import (
     WrappedDone,
@@ -20,14 +23,8 @@ from stagelink.testing.wrapping import (
     WrappedSender,
     wrapped,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from stagelink.transport.contract import Announce, Done, Message, Port, Sender, Transport
-    from stagelink.transport.header import Header
+from stagelink.transport.contract import Announce, Done, Message, Port, Sender, Transport
+from stagelink.transport.header import Header
 
 __all__ = ["synchronous"]
 

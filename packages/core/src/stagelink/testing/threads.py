@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from stagelink.deadline import Deadline
 from stagelink.exchange.threads import RankThread
 from stagelink.testing.outcome import Outcome, RankFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store
 
 __all__ = ["run_threads"]
 

@@ -10,13 +10,10 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from stagelink.errors import ConnectError
+from stagelink.testing.jobs import Task
 from stagelink.testing.serving import serve
-
-if TYPE_CHECKING:
-    from stagelink.testing.jobs import Task
 
 __all__ = ["Worker", "open_descriptors", "start_rank_server", "start_workers"]
 

@@ -4,18 +4,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, cast
 
-from stagelink.transport.contract import Receiver, Sender
+import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from stagelink.deadline import Deadline
-    from stagelink.transport.contract import Announce, Done, Link, Message, Port, Transport
-    from stagelink.transport.header import Header
+from stagelink.deadline import Deadline
+from stagelink.transport.contract import (
+    Announce,
+    Done,
+    Link,
+    Message,
+    Port,
+    Receiver,
+    Sender,
+    Transport,
+)
+from stagelink.transport.header import Header
 
 __all__ = [
     "WrappedDone",
