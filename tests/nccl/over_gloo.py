@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from stagelink.deadline import Deadline
     from stagelink.transport.contract import Port
-    from stagelink_nccl.groups import Work
-    from stagelink_nccl.transport import NcclOptions
+    from stagelink_nccl.groups import NcclOptions, Work
 
 CONNECT_S = 20.0
 STUCK_S = 4.0

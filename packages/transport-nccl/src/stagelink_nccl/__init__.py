@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagelink.transport.hooks import hookimpl
-from stagelink_nccl.transport import Nccl, NcclOptions
+from stagelink_nccl.groups import NcclOptions
+from stagelink_nccl.transport import Nccl
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Transport

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stagelink.transport.contract import Deadline, Port
-    from stagelink_nccl.transport import NcclOptions
 
-__all__ = ["Group", "Groups", "NcclGroups", "PairGroup", "Work"]
+__all__ = [
+    "Group",
+    "Groups",
+    "NcclGroups",
+    "NcclOptions",
+    "PairGroup",
+    "Work",
+]
 
 _NEVER = timedelta(days=365)
 """Deadlines are the transport's own: NCCL's watchdog ends the process where one passes."""
@@ -30,6 +37,32 @@ _ABORT = timedelta(seconds=10)
 
 _MULTI_RANK_SINCE = (2, 30, 0)
 _MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class NcclOptions:
+    """Options in ``[transports.nccl]``; both ends of a link must have the same.
+
+    Attributes:
+        operation: what moves a message.
+        min_ctas: the fewest blocks of threads that NCCL may use for one; 0: as NCCL likes.
+        max_ctas: the most; 0: as NCCL likes.
+        eager: connect as soon as both ends of a link are open, and not with its first message.
+
+    Raises:
+        ValueError: the limits contradict each other.
+    """
+
+    operation: Literal["broadcast", "send_recv"] = "broadcast"
+    min_ctas: int = 0
+    max_ctas: int = 0
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.min_ctas, self.max_ctas) < 0:
+            raise ValueError("min_ctas and max_ctas are numbers of blocks, or 0 for NCCL's own")
+        if self.max_ctas and self.min_ctas > self.max_ctas:
+            raise ValueError(f"min_ctas = {self.min_ctas} is above max_ctas = {self.max_ctas}")
 
 
 class Work(Protocol):

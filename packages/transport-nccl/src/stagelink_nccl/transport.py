@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stagelink.transport.contract import API_VERSION, Capabilities, Transport, Verdict
-from stagelink_nccl.groups import NcclGroups
+from stagelink_nccl.groups import NcclGroups, NcclOptions
 from stagelink_nccl.issuer import Issuer
 from stagelink_nccl.link import NcclReceiver, NcclSender
 
@@ -17,32 +17,6 @@ if TYPE_CHECKING:
     from stagelink_nccl.groups import Groups
 
 __all__ = ["Nccl", "NcclOptions"]
-
-
-@dataclass(frozen=True, slots=True)
-class NcclOptions:
-    """Options in ``[transports.nccl]``; both ends of a link must have the same.
-
-    Attributes:
-        operation: what moves a message.
-        min_ctas: the fewest blocks of threads that NCCL may use for one; 0: as NCCL likes.
-        max_ctas: the most; 0: as NCCL likes.
-        eager: connect as soon as both ends of a link are open, and not with its first message.
-
-    Raises:
-        ValueError: the limits contradict each other.
-    """
-
-    operation: Literal["broadcast", "send_recv"] = "broadcast"
-    min_ctas: int = 0
-    max_ctas: int = 0
-    eager: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.min_ctas, self.max_ctas) < 0:
-            raise ValueError("min_ctas and max_ctas are numbers of blocks, or 0 for NCCL's own")
-        if self.max_ctas and self.min_ctas > self.max_ctas:
-            raise ValueError(f"min_ctas = {self.min_ctas} is above max_ctas = {self.max_ctas}")
 
 
 class Nccl(Transport):

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagelink.deadline import Deadline
 from stagelink.errors import PeerClosedError, TransportError
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.control.plane import Plane
+    from stagelink.control.rendezvous import Rendezvous
     from stagelink.links.link_end import LinkEnd
-    from stagelink.links.wiring import Wiring
+    from stagelink.transport.buffers import BufferPool
     from stagelink.transport.contract import Link, Port
     from stagelink.transport.lanes import Lane
 
-__all__ = ["other_end", "port_of", "post_for"]
+__all__ = ["Services", "other_end", "port_of", "post_for"]
 
 
 def other_end(link: Link, rank: int) -> int:
@@ -32,16 +33,25 @@ def other_end(link: Link, rank: int) -> int:
     return link.target if link.source == rank else link.source
 
 
-def port_of(wiring: Wiring, link: Link, end: LinkEnd[Any], number: int) -> Port:
+class Services(NamedTuple):
+    """Parts of a rank that its links' ports lead to."""
+
+    plane: Plane
+    rendezvous: Rendezvous
+    pool: BufferPool
+    window_of: Callable[[Link], int]
+
+
+def port_of(core: Services, link: Link, end: LinkEnd[Any], number: int) -> Port:
     """Make the port of a link's end.
 
     Args:
-        wiring: whose link it is.
+        core: the rank's parts.
         link: the link.
         end: this rank's end of it.
         number: what the link is called in notes between its two ranks.
     """
-    return _Port(wiring, link, end, number)
+    return _Port(core, link, end, number)
 
 
 def post_for(
@@ -67,15 +77,15 @@ def post_for(
 
 
 class _Port:
-    def __init__(self, wiring: Wiring, link: Link, end: LinkEnd[Any], number: int) -> None:
+    def __init__(self, core: Services, link: Link, end: LinkEnd[Any], number: int) -> None:
         self.link = link
-        self._wiring = wiring
+        self._core = core
         self._end = end
         self._number = number
 
     @property
     def rank(self) -> int:
-        return self._wiring.rank
+        return self._core.plane.rank
 
     @property
     def peer(self) -> int:
@@ -83,11 +93,11 @@ class _Port:
 
     @property
     def address(self) -> str:
-        return self._wiring.plane.address_with(self.peer)
+        return self._core.plane.address_with(self.peer)
 
     @property
     def window(self) -> int:
-        return self._wiring.window_of(self.link)
+        return self._core.window_of(self.link)
 
     @property
     def lane(self) -> Lane:
@@ -95,7 +105,7 @@ class _Port:
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         header = Header(MessageKind.NOTE, link=self._number)
-        post_for(self._wiring.plane, self.link, self.peer, header, note, fds)
+        post_for(self._core.plane, self.link, self.peer, header, note, fds)
 
     def room(self) -> None:
         if isinstance(self._end, OutLink):
@@ -107,7 +117,7 @@ class _Port:
         failure = TransportError(f"{self.link}: {type(error).__name__}: {error}")
         failure.__cause__ = error
         with suppress(PeerClosedError):  # then it is none
-            self._wiring.plane.failure.blame(failure, self.peer)
+            self._core.plane.failure.blame(failure, self.peer)
 
     def wait(self, ready: Callable[[], bool], deadline: Deadline | None = None) -> bool:
         if self._end.begins_here:
@@ -120,14 +130,12 @@ class _Port:
             if ready():
                 return True
             self._end.check_open()
-            return self._wiring.plane.goodbyes.check_reached(
-                self.peer, f"an answer on {self.link}"
-            )
+            return self._core.plane.goodbyes.check_reached(self.peer, f"an answer on {self.link}")
 
-        return self._wiring.plane.wait(look, deadline or Deadline(math.inf), closing=True)
+        return self._core.plane.wait(look, deadline or Deadline(math.inf), closing=True)
 
     def watch(self, fd: int, action: Callable[[], bool], *, writable: bool = False) -> None:
-        self._end.watch(self._wiring.plane.reader, fd, action, writable=writable)
+        self._end.watch(self._core.plane.reader, fd, action, writable=writable)
 
     def unwatch(self, fd: int) -> None:
         self._end.unwatch(fd)
@@ -135,18 +143,18 @@ class _Port:
     def pause(self, seconds: float) -> None:
         # Not by reading, which counts whole milliseconds.
         self._end.check_open()
-        self._wiring.plane.failure.check_failure()
+        self._core.plane.failure.check_failure()
         time.sleep(seconds)
 
     def wake(self) -> None:
-        self._wiring.plane.changed()
+        self._core.plane.changed()
 
     def call(self, action: Callable[[], None]) -> None:
-        self._wiring.plane.reader.call(action)
+        self._core.plane.reader.call(action)
 
     def store(self) -> Store:
         low, high = sorted((self.link.source, self.link.target))
-        return self._wiring.rendezvous.pair_store(f"{low}-{high}/{self.link.transport}")
+        return self._core.rendezvous.pair_store(f"{low}-{high}/{self.link.transport}")
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        return self._wiring.pool.take(size_bytes)
+        return self._core.pool.take(size_bytes)

@@ -20,7 +20,7 @@ from stagelink.errors import (
 from stagelink.links.bound import Bound
 from stagelink.links.in_link import InLink
 from stagelink.links.out_link import OutLink
-from stagelink.links.port import other_end, port_of, post_for
+from stagelink.links.port import Services, other_end, port_of, post_for
 from stagelink.links.route import InRoute, OutRoute, RouteKey
 from stagelink.transport.contract import Link, Receiver, Sender
 from stagelink.transport.events import LinkCounters
@@ -247,7 +247,8 @@ class Wiring:
 
     def _open_end(self, number: int, link: Link, transport: Transport, deadline: Deadline) -> None:
         end = self._ends[link]
-        port = port_of(self, link, end, number)
+        core = Services(self.plane, self.rendezvous, self.pool, self.window_of)
+        port = port_of(core, link, end, number)
         with end.lane.entered():
             if isinstance(end, OutLink):
                 sender: object = transport.open_sender(link, port, deadline)
