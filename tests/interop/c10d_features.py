@@ -26,8 +26,7 @@ from stagelink.interop.c10d import (
     C10dOptions,
     C10dRefusedError,
 )
-from stagelink.interop.c10d.mailbox import Address
-from stagelink.interop.c10d.mesh import Mesh
+from stagelink.interop.c10d.mesh import Address, Mesh
 from stagelink.interop.c10d.works import Given, RecvWork
 from stagelink.links.out_link import SendJob
 from stagelink.links.wiring import Wiring

@@ -15,8 +15,7 @@ from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, ProtocolError, StagelinkError
 from stagelink.interop import collectives
 from stagelink.interop.c10d import C10dOptions
-from stagelink.interop.c10d.mailbox import Address, Mailbox
-from stagelink.interop.c10d.mesh import Mesh
+from stagelink.interop.c10d.mesh import Address, Mailbox, Mesh
 from stagelink.links.arrival import Arrival
 from stagelink.testing import no_leaks, run_fresh
 from stagelink.transport.header import Header, MessageKind

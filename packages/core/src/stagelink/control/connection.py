@@ -63,14 +63,13 @@ class _Chunk(NamedTuple):
 
 
 class Connection:
-    """A non-blocking stream of frames.
+    """A non-blocking stream of frames over a connected socket, owned from now on.
 
     Args:
-        sock: a connected stream socket, owned from now on.
+        sock: as said.
         on_blocked: called once when output begins to queue, so that somebody watches for room.
         on_handed: called when the other end has handed over a frame, on its thread.
-        check_proof: raises if the proof is wrong that a stranger shows; None: the other end is
-            known already.
+        check_proof: see `Framing`.
 
     Attributes:
         number: what no other connection of this process has.

@@ -144,11 +144,8 @@ class Failure:
     ) -> None:
         """Poison the handler and tell every rank; the first failure stays. Returns at once.
 
-        Args:
-            error: what every later call on this rank raises.
-            origin: the rank where it began; None: here.
-            text: what the other ranks are told; None: the error's own text.
-            told_by: the peer that told us, which need not hear it again.
+        Every later call on this rank raises the error. The other ranks hear where it began, here
+        without ``origin``, and a text, the error's own without one; but not the peer that told us.
         """
         with self._reader.lock:
             if self.state is State.CLOSED or self.error is not None:
@@ -196,10 +193,6 @@ class Failure:
         A transport often notices first that a peer is gone, but only the end of the peer's
         connection says that it died, or that it had said goodbye. It does not wait on the reading
         thread.
-
-        Args:
-            error: the transport's.
-            peer: at the other end of its link.
 
         Raises:
             PeerClosedError: the peer has gone, after a goodbye: that is no failure.

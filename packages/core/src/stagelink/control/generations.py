@@ -115,11 +115,6 @@ class Holder:
         return cls(**json.loads(text))
 
     @property
-    def is_here(self) -> bool:
-        """Whether it is this process."""
-        return self.process == process_id()
-
-    @property
     def is_dead(self) -> bool:
         """Whether it is known to have died: a process of this host that is there no more."""
         place, _, number = self.process.rpartition("/")
@@ -218,7 +213,7 @@ class Generations:
         """Make sure that the process which has this rank's place has left, or has died."""
         if not self._keys.absent([f"{generation}/left/{self._rank}"], deadline):
             return
-        if not holder.is_here and (self._restarts or holder.is_dead):
+        if holder.process != process_id() and (self._restarts or holder.is_dead):
             return
         raise RankTakenError(
             f"rank {self._rank} of run {self._run!r} is taken by {holder.name}; "

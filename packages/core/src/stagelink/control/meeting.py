@@ -240,12 +240,7 @@ def wait_for_ranks(
 ) -> None:
     """Block until no rank is absent any more, while connecting; leave word of who is waited for.
 
-    Args:
-        plane: reads meanwhile.
-        rendezvous: takes the word.
-        step: what is waited for from each.
-        absent: who has not sent it yet; called with the plane's lock held.
-        deadline: for all.
+    Each is to send what ``step`` says; ``absent`` is called with the plane's lock held.
 
     Raises:
         ConnectError: the deadline passed; it names those who keep the others waiting.

@@ -102,16 +102,13 @@ def _check_file(where: StoreAddress) -> None:
 
 
 def _open_tcp(where: StoreAddress, deadline: Deadline, *, hosts: bool) -> StoreClient:
-    host, port = where.host, where.port
-    remote = None
     if hosts:
         _resolve(where, deadline)
-    else:
-        remote = _reach(where, deadline)
+    remote = None if hosts else _reach(where, deadline)
     client = StoreClient(str(where))
 
     def make(limit: timedelta) -> Store:
-        store = TCPStore(host, port, None, hosts, limit, wait_for_workers=False)
+        store = TCPStore(where.host, where.port, None, hosts, limit, wait_for_workers=False)
         store.set_timeout(_TORCHS)
         return store
 

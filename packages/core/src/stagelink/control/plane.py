@@ -49,15 +49,11 @@ class Plane:
 
     Attributes:
         lock: guards what handlers change and waiting callers look at.
-        reader: reads what comes.
         changed: has every waiting caller look again.
         failure: what ends the use of this rank's handler.
         check: raises if it can no longer be used, see `Failure.check`.
         fail: fails it, see `Failure.fail`.
-        door: the handshake.
-        goodbyes: between this rank and its peers.
         gone: peers that said goodbye, and how they left, see `Goodbyes`.
-        chain: who waits for whom.
     """
 
     def __init__(self, rank: int) -> None:
@@ -123,11 +119,8 @@ class Plane:
     ) -> bool:
         """Block until ``ready()``, asked with `lock` held, is true; False when time ran out.
 
-        Args:
-            ready: the condition.
-            deadline: for it.
-            awaited: what it waits for, for other ranks that ask; see `Chain`.
-            closing: whether it goes on while the handler is being closed.
+        Other ranks that ask are told of ``awaited``, see `Chain`. While the handler is being
+        closed the wait goes on only with ``closing``.
 
         Raises:
             StagelinkError: as `check`, at once when it happens during the wait.

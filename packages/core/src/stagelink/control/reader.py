@@ -132,13 +132,10 @@ class Reader:
     ) -> Watch:
         """Have somebody else's descriptor watched, until `unwatch`; from any thread.
 
-        Args:
-            fd: the descriptor. It may be watched more than once.
-            action: called in the next turn, and whenever the descriptor can be read; once,
-                however many watch with the same action. It returns whether it is to be called
-                in the next turn too, whatever the descriptor says.
-            on_error: given what the action raised, which ends the watch.
-            writable: call also when the descriptor can be written.
+        The action is called in the next turn, and whenever the descriptor is ready; once, however
+        many watch with the same action, for a descriptor may be watched more than once. It returns
+        whether it is to be called in the next turn too. What it raises is given to ``on_error``,
+        and ends the watch.
 
         Raises:
             OSError: it is no descriptor that can be watched.

@@ -72,11 +72,6 @@ class Reducer:
     def reduce(self, values: Sequence[float], op: str, deadline: Deadline) -> list[float]:
         """Combine every rank's values element by element; blocks until all ranks have called.
 
-        Args:
-            values: the same number on every rank.
-            op: ``"sum"``, ``"max"`` or ``"min"``.
-            deadline: for the whole reduction.
-
         Raises:
             DeadlineError: a rank did not take part; it is named.
             ProtocolError: a rank gave another number of values.

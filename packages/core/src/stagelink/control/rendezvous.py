@@ -129,12 +129,7 @@ class Rendezvous:
         """An error that names those for whose sake a wait while connecting ran out of time.
 
         They need not be those that this rank waits for, which may wait for a third, and have left
-        word of that.
-
-        Args:
-            step: what was waited for.
-            ranks: from whom.
-            deadline: the one that has passed.
+        word of that. A step of each of some ranks was waited for, until the deadline passed.
         """
         waits = self.told("waits", deadline)
         front, seen = dict.fromkeys(ranks, step), dict[int, str]()
@@ -253,9 +248,7 @@ class Rendezvous:
     def leave(self, deadline: Deadline, *, hosts_store: bool = False) -> None:
         """This rank is done with this generation, and gives up its client; in bounded time.
 
-        Args:
-            deadline: for the store to take it.
-            hosts_store: wait until all others have left too, or the deadline.
+        A rank that hosts the store waits until all others have left too, or the deadline.
         """
         patience_s = 0.0
         try:

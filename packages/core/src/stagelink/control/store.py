@@ -111,12 +111,9 @@ class StoreClient:
     def make(
         self, make: Callable[[timedelta], Store], deadline: Deadline, remote: Remote | None = None
     ) -> None:
-        """Open the store, once.
+        """Open the store, once, by torch's constructor, which is given the time that it has.
 
-        Args:
-            make: torch's constructor, given the time that it has.
-            deadline: for it.
-            remote: address and port that it connects to, to free it where nobody answers there.
+        Where nobody answers at ``remote``, which it connects to, it is freed by that.
 
         Raises:
             ConnectError: it failed, or did not return in time.

@@ -154,6 +154,7 @@ class ExplainedGroup(dist.ProcessGroup):
 
     inner: dist.ProcessGroup
     explain: Explain
+    _breaker: threading.Thread | None = None
 
     def __init__(self, given: Any) -> None:
         # Torch's stubs know another form only, whose result cannot be subclassed.
@@ -184,26 +185,20 @@ class ExplainedGroup(dist.ProcessGroup):
         )
         self.inner = dist.ProcessGroup(store, rank, size)
 
-    def _break_off(self) -> threading.Thread | None:
+    def _break_off(self) -> None:
         """End the collectives that wait in gloo, as those after a death; returns at once."""
-        return break_off(self._gloo, self.rank(), self.size())
+        self._breaker = break_off(self._gloo, self.rank(), self.size())
 
 
 class WithCollectives(ExplainedGroup):
     """A process group that has its collectives from others: gloo, on CUDA tensors nccl."""
-
-    _breaker: threading.Thread | None = None
 
     def _add_collectives(
         self, given: Any, store: Store, ranks: Sequence[int], address: str
     ) -> None:
         """Make the groups that carry them out; blocks until all ranks have come.
 
-        Args:
-            given: what torch says of the group.
-            store: one that only these ranks share for this.
-            ranks: what they are called.
-            address: at which gloo's others reach this rank.
+        Only these ranks share the store, for this. Gloo's others reach this rank at the address.
 
         Raises:
             ConnectError: some have not come within the group's time-out; they are named.
@@ -240,11 +235,8 @@ class WithCollectives(ExplainedGroup):
             nccl = dist.ProcessGroupNCCL(store, given.group_rank, given.group_size, options)
             self._carry_out_by("cuda", kinds.NCCL, _checked(nccl, given, store))
 
-    def _break_collectives(self) -> None:
-        self._breaker = self._break_off()
-
     def _finish_breaking(self) -> None:
-        """Wait for what `_break_collectives` has started; it takes a moment."""
+        """Wait for what `_break_off` has started; it takes a moment."""
         if self._breaker is not None:
             self._breaker.join(_BREAK_S)
 

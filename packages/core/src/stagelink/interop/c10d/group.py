@@ -17,8 +17,7 @@ from torch.distributed import Store
 from stagelink.deadline import Deadline
 from stagelink.errors import MessageError, PlanError, StagelinkError
 from stagelink.interop.c10d.errors import one_tensor, whole
-from stagelink.interop.c10d.mailbox import Address
-from stagelink.interop.c10d.mesh import Mesh
+from stagelink.interop.c10d.mesh import Address, Mesh
 from stagelink.interop.c10d.options import C10dOptions
 from stagelink.interop.c10d.works import Given, RecvWork, SendWork
 from stagelink.interop.collectives import WithCollectives, recorded, untraced
@@ -381,7 +380,7 @@ def _connect(given: Any, options: C10dOptions, ranks: Sequence[int]) -> dict[str
 
 def _break_off(group: StagelinkGroup | None) -> None:
     if group is not None:
-        group._break_collectives()
+        group._break_off()
 
 
 def _number(name: str, ranks: Sequence[int]) -> int:

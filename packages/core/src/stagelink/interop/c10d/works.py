@@ -15,8 +15,7 @@ from stagelink.control.chain import Awaited
 from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
 from stagelink.interop.c10d.errors import seconds_of
-from stagelink.interop.c10d.mailbox import Address
-from stagelink.interop.c10d.mesh import Mesh
+from stagelink.interop.c10d.mesh import Address, Mesh
 from stagelink.interop.collectives import recorded, untraced
 from stagelink.links.arrival import Arrival
 from stagelink.links.in_link import InLink

@@ -29,10 +29,7 @@ _MOST_MORE = 16
 
 
 class Assignment:
-    """The minibatches of every replica of every stage.
-
-    Args:
-        counts: for each stage how many minibatches each replica has.
+    """The minibatches of every replica of every stage, by how many each of them has.
 
     Raises:
         DisagreementError: the stages do not have the same number in all.

@@ -77,17 +77,9 @@ NAMES = Expected(
 class Declaration:
     """One rank's declaration of its neighbours and tensors.
 
-    Attributes:
-        rank: its rank.
-        replica: its place in its stage.
-        replicas: how many ranks its stage has.
-        previous: ranks of the stage before, by replica.
-        following: ranks of the stage after, by replica.
-        receives: ranks of the producing stage by tensor; without targets.
-        sends: ranks of the consuming stage by tensor; without targets.
-        targets: names of the tensors that go from every stage to the next, without gradient.
-        acks: whether evaluation sends acks.
-        device: kind of device that its tensors are on.
+    It is one of so many replicas of its stage; previous and following are the ranks, by replica,
+    of the stages beside it. What it receives and sends has the ranks of the stage at the other
+    end. Targets, which go from every stage to the next without gradient, are not among that.
     """
 
     rank: int
@@ -114,14 +106,10 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A tensor on its way from one stage to a later one.
+    """A tensor on its way from one stage to a later one, by the stages' indices.
 
-    Attributes:
-        name: as the caller has it.
-        source: index of the stage that sends it.
-        target: index of the stage that receives it.
-        answered: whether the receiver sends something back for each: a gradient, the tensor itself
-            where it needs none, or an ack.
+    It is answered where the receiver sends something back for each: a gradient, the tensor itself
+    where it needs none, or an ack.
     """
 
     name: str
@@ -134,10 +122,7 @@ class Edge:
 class Topology:
     """The pipeline as a whole, the same on every rank.
 
-    Attributes:
-        stages: the ranks of each stage, by replica.
-        devices: kind of device by rank.
-        edges: what is sent, in no order that means anything.
+    Stages have their ranks by replica, devices are kinds by rank, edges are in no order.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -290,12 +275,7 @@ def _shown(value: object) -> str:
 
 
 class Servers(NamedTuple):
-    """Transports by the constructor's arguments.
-
-    Attributes:
-        backend: of the default process group, and of links within a server.
-        ranks_in_server: so many ranks, in their order, share a server; 1: none do.
-    """
+    """Transports by the handler's arguments ``backend`` and ``num_ranks_in_server``."""
 
     backend: str | None
     ranks_in_server: int
