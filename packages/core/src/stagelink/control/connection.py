@@ -65,11 +65,8 @@ class _Chunk(NamedTuple):
 class Connection:
     """A non-blocking stream of frames over a connected socket, owned from now on.
 
-    Args:
-        sock: as said.
-        on_blocked: called once when output begins to queue, so that somebody watches for room.
-        on_handed: called when the other end has handed over a frame, on its thread.
-        check_proof: see `Framing`.
+    ``on_blocked`` is called once when output begins to queue, so that somebody watches for room,
+    and ``on_handed`` when the other end has handed over a frame, on its thread.
 
     Attributes:
         number: what no other connection of this process has.

@@ -81,9 +81,8 @@ class Door:
     ) -> None:
         """Name who judges the first frame of a new connection, before its peer is known.
 
-        Args:
-            handler: is given what came behind the proof.
-            check_proof: is given the proof, before anything else is read; raises to refuse it.
+        The proof is checked before anything else is read, by raising to refuse it; what came
+        behind it is the handler's.
         """
         self.on_hello = handler
         self._check_proof = check_proof

@@ -67,9 +67,6 @@ class Reader:
 
     On Linux's epoll itself: a layer above it costs as much again for every message.
 
-    Args:
-        name: of the standby thread.
-
     Attributes:
         lock: guards everything that a ``ready`` looks at.
         on_long_wait: called about once a second in long waits, without the lock, by each.

@@ -150,8 +150,10 @@ class Watches:
                 self._ready.pop(fd, None)
                 with suppress(OSError, ValueError):
                     self._epoll.unregister(fd)
-        until = Deadline(_ACTION_S)
-        while self._acts_elsewhere(watch) and not until.passed:
+        until, here = Deadline(_ACTION_S), threading.get_ident()
+        while (acting := self._acting) is not None and not until.passed:
+            if acting[0] == here or acting[1:] != (fd, watch.action):
+                break
             time.sleep(_MOMENT_S)
 
     def _arm(self, fd: int, watches: list[Watch]) -> None:
@@ -162,12 +164,6 @@ class Watches:
             if stops_caller(error):
                 raise
             self._epoll.register(fd, mask)
-
-    def _acts_elsewhere(self, watch: Watch) -> bool:
-        acting = self._acting
-        if acting is None or acting[0] == threading.get_ident():
-            return False
-        return acting[1:] == (watch.fd, watch.action)
 
     def _of(self, fd: int, action: Action) -> list[Watch]:
         return [watch for watch in self._watches.get(fd, ()) if watch.action == action]

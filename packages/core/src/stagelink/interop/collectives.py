@@ -74,12 +74,7 @@ _WITHOUT_END = timedelta(0)
 
 
 class ExplainedWork(dist.Work):
-    """An operation of another group, in progress.
-
-    Args:
-        work: the operation.
-        explain: gives the error to raise in place of the group's own; may block for a moment.
-    """
+    """An operation of another group, in progress, with its errors explained."""
 
     def __init__(self, work: dist.Work, explain: Explain) -> None:
         super().__init__()

@@ -94,9 +94,7 @@ class Claim(Protocol):
 class Mailbox:
     """Messages that were received, and receives that are posted.
 
-    Args:
-        plane: this rank's.
-        link_from: the link that a peer's messages come by, opened by asking for it.
+    The link that a peer's messages come by is opened by asking for it.
     """
 
     def __init__(self, plane: Plane, link_from: Callable[[int], InLink]) -> None:

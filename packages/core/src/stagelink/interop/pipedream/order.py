@@ -95,11 +95,8 @@ def explain(
 ) -> str:
     """Explain whether training in PipeDream's loop deadlocks, and in which cycle.
 
-    Args:
-        topology: the pipeline.
-        counts: for each stage how many minibatches each replica has.
-        found: for each stage the warm-up that its callers were seen to have; PipeDream's default
-            is taken where there is None.
+    The counts are those of `Assignment`; found is the warm-up that the callers of each stage were
+    seen to have, in place of None PipeDream's default.
     """
     replicas = [len(ranks) for ranks in topology.stages]
     default = default_warm_up(replicas)

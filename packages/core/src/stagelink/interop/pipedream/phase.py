@@ -68,6 +68,7 @@ class Phase:
     ) -> None:
         self.mine = assignment.mine[place.stage][place.replica]
         self.forward_only = ack_shape is not None
+        self._rank = f"rank {place.rank}"
         self._place = place
         self._session = session
         self._assignment = assignment
@@ -222,10 +223,6 @@ class Phase:
             back = "acks" if self.forward_only else "no targets"
             raise UsageError(f"{self._rank}: nothing goes back for {name!r}: {back} do")
         return edge
-
-    @property
-    def _rank(self) -> str:
-        return f"rank {self._place.rank}"
 
     def _what(self, name: str) -> str:
         return f"{self._rank}: {name!r}"
