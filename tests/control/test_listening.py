@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from stagelink.control.listening import listen, own_address_by
+from stagelink.control.meeting import listen, own_address_by
 from stagelink.control.store import store_host
 from stagelink.errors import ConnectError
 from stagelink.plan.document import Control

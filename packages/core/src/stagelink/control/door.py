@@ -150,10 +150,7 @@ class Door:
         with self._reader.lock:
             self._listeners.append(listener)
             if not self._paused:
-                self._watch(listener)
-
-    def _watch(self, listener: socket.socket) -> None:
-        self._reader.add(listener, partial(self._on_listener, listener))
+                self._reader.add(listener, partial(self._on_listener, listener))
 
     def _look(self) -> None:
         """Send away who took too long, and accept again where that is possible by now."""
@@ -170,7 +167,7 @@ class Door:
             if self._paused and not short and len(self._accepted) < MAX_STRANGERS:
                 self._paused, self._resume_s = False, math.inf
                 for listener in self._listeners:
-                    self._watch(listener)
+                    self._reader.add(listener, partial(self._on_listener, listener))
             self._set_alarm()
 
     @property

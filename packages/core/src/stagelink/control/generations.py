@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypeVar
 
 from torch.distributed import PrefixStore
 
@@ -27,6 +27,7 @@ from stagelink.transport.host import process_id
 
 __all__ = ["LEADER", "Generations", "Holder", "Keys", "listed"]
 
+_T = TypeVar("_T")
 LEADER = 0
 """The rank that leads."""
 
@@ -45,7 +46,7 @@ class Keys:
         self.client = client
         self.prefix = prefix
 
-    def ask(self, work: Callable[[PrefixStore], Any], deadline: Deadline) -> Any:
+    def ask(self, work: Callable[[PrefixStore], _T], deadline: Deadline) -> _T:
         """Call ``work`` with a store that has only these keys, on the client's thread."""
         patience = deadline if deadline.remaining_s > _LEAST_S else Deadline(_LEAST_S)
         return self.client.call(lambda store: work(PrefixStore(self.prefix, store)), patience)
@@ -64,8 +65,7 @@ class Keys:
 
     def swap(self, key: str, before: str, value: str, deadline: Deadline) -> str:
         """Give a key a value if it has the one that is expected, or none; what it has then."""
-        held: bytes = self.ask(lambda keys: keys.compare_set(key, before, value), deadline)
-        return held.decode()
+        return self.ask(lambda keys: keys.compare_set(key, before, value), deadline).decode()
 
     def absent(self, names: Sequence[str], deadline: Deadline) -> list[int]:
         """The places in a list of keys of those that have no value."""
@@ -75,8 +75,7 @@ class Keys:
                 return []
             return [place for place, key in enumerate(names) if not keys.check([key])]
 
-        found: list[int] = self.ask(look, deadline)
-        return found
+        return self.ask(look, deadline)
 
     def get_some(self, names: Sequence[str], deadline: Deadline) -> dict[int, str]:
         """The values of those keys that have one, by their places in the list."""
@@ -88,8 +87,7 @@ class Keys:
                 if keys.check([key])
             }
 
-        found: dict[int, str] = self.ask(look, deadline)
-        return found
+        return self.ask(look, deadline)
 
 
 @dataclass(frozen=True, slots=True)

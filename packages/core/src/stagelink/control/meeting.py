@@ -7,6 +7,7 @@ job's token; a connection without it is logged and dropped, and harms nobody.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -19,18 +20,18 @@ from typing import Any
 
 from stagelink.control.connection import Connection, Frame
 from stagelink.control.framing import Proof, decode, encode
-from stagelink.control.listening import listen, own_address_by
 from stagelink.control.plane import Plane
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
 from stagelink.plan.document import Control
-from stagelink.transport.addresses import Address
+from stagelink.transport.addresses import Address, address_of, check_reachable, own_address
+from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
 from stagelink.transport.header import VERSION
 from stagelink.transport.host import process_id, server_id
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Meeting", "wait_for_ranks"]
+__all__ = ["Meeting", "gloo_address_by", "listen", "own_address_by", "wait_for_ranks"]
 
 logger = logging.getLogger("stagelink")
 _BACKLOG = 4096
@@ -39,6 +40,8 @@ _TELL_S = 0.25
 
 _USER_TIMEOUT_MS = 10_000
 _OTHER_INTERFACE = "; [control] interface names another interface for it to listen at"
+_KEY = "[control] interface"
+_LOOPBACK = Address("127.0.0.1", "all ranks are on this host")
 _UNIX = sys.platform == "linux"  # abstract addresses and peer credentials
 
 
@@ -263,3 +266,65 @@ def wait_for_ranks(
         rendezvous.find_failure(
             plane.failure.fail_as_told
         )  # of a rank that no connection reaches yet
+
+
+# -- addresses at which a rank listens for others
+
+
+def own_address_by(control: Control, host: str | None, *, elsewhere: bool) -> Address:
+    """The address at which this rank listens for ranks of other servers.
+
+    Args:
+        control: the interface, where the plan names one.
+        host: of the job's store, see `stagelink.control.store.store_host`.
+        elsewhere: whether some of them are on other hosts; else they are reached at loopback.
+
+    Raises:
+        ConnectError: the interface cannot be used, or its address cannot be reached from another
+            host; or none is named, and nothing tells which address is to be used.
+    """
+    if control.interface is not None:
+        address = address_of(control.interface, _KEY)
+    elif elsewhere:
+        address = own_address(host)
+    else:
+        return _LOOPBACK
+    if elsewhere:
+        check_reachable(address, _KEY)
+    return address
+
+
+def gloo_address_by(control: Control, host: str | None, *, elsewhere: bool) -> str:
+    """The address of this host for a gloo group: that of torch's variable, else `own_address_by`.
+
+    Raises:
+        ConnectError: as `own_address_by`, and for the interface that the variable names.
+    """
+    named = named_by_variable()
+    if named is None:
+        return own_address_by(control, host, elsewhere=elsewhere).text
+    if elsewhere:
+        check_reachable(named, VARIABLE)
+    return named.text
+
+
+def listen(address: Address, ports: tuple[int, int] | None, backlog: int) -> socket.socket:
+    """Listen at an address of this host, on the first port of a range that is free, or on any.
+
+    Raises:
+        ConnectError: no port of the range is free, or the address cannot be listened at.
+    """
+    family = socket.AF_INET6 if ":" in address.text else socket.AF_INET
+    first, last = ports or (0, 0)
+    for port in range(first, last + 1):
+        try:
+            return socket.create_server((address.text, port), family=family, backlog=backlog)
+        except OSError as error:
+            if ports is None or error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise ConnectError(
+                    f"cannot listen at {address.text} ({address.reason}): {error}"
+                ) from error
+    raise ConnectError(
+        f"no port from {first} to {last} ([control] ports) is free at {address.text}; every rank "
+        "with peers on other servers takes one: widen the range, or end what holds them"
+    )

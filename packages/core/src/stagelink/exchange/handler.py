@@ -20,7 +20,7 @@ from stagelink.arguments import (
     instance,
     optional,
 )
-from stagelink.control.listening import gloo_address_by
+from stagelink.control.meeting import gloo_address_by
 from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, PeerClosedError, UsageError
 from stagelink.exchange.session import session_class

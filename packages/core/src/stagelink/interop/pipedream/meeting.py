@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from stagelink.control.launch import StoreAddress
-from stagelink.control.listening import gloo_address_by
+from stagelink.control.meeting import gloo_address_by
 from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.control.store import store_host
