@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import Store
@@ -17,16 +16,12 @@ from stagelink.errors import PlanError
 from stagelink.exchange.engine import Engine
 from stagelink.exchange.handler import Handler
 from stagelink.links.topology import routes_of
-from stagelink.plan import Plan
+from stagelink.plan import Plan, Stage
 from stagelink.plugins.choice import asked_for
 from stagelink.plugins.offers import survey
 from stagelink.plugins.plugins import Plugins
-from stagelink.schedule import require, verify
-
-if TYPE_CHECKING:
-    from stagelink.plan import Stage
-    from stagelink.schedule import Verification
-    from stagelink.transport.contract import Transport
+from stagelink.schedule import Verification, require, verify
+from stagelink.transport.contract import Transport
 
 __all__ = ["connect", "join"]
 

@@ -5,31 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from stagelink.control.reduce import Reducer, spanning_tree
+from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import ProtocolError, StagelinkError
 from stagelink.exchange.envelope import Terms
-from stagelink.exchange.incoming import Incoming
+from stagelink.exchange.incoming import Incoming, Received
 from stagelink.exchange.outgoing import Outgoing
 from stagelink.exchange.routing import RoutingTable
 from stagelink.exchange.sessions import Sessions
 from stagelink.links.node import Node
 from stagelink.links.topology import neighbours
-from stagelink.transport.events import Event
+from stagelink.plan import Plan
+from stagelink.plugins.offers import Survey
+from stagelink.plugins.plugins import Plugins
+from stagelink.schedule import Mode, Verification
+from stagelink.transport.contract import Link
+from stagelink.transport.events import Event, EventName
+from stagelink.transport.header import Header
 from stagelink.transport.lanes import device_here
-
-if TYPE_CHECKING:
-    from stagelink.control.rendezvous import Rendezvous
-    from stagelink.exchange.incoming import Received
-    from stagelink.plan import Plan
-    from stagelink.plugins.offers import Survey
-    from stagelink.plugins.plugins import Plugins
-    from stagelink.schedule import Mode, Verification
-    from stagelink.transport.contract import Link
-    from stagelink.transport.events import EventName
-    from stagelink.transport.header import Header
 
 __all__ = ["Engine"]
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from ctypes import string_at
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from stagelink.errors import MessageError
-from stagelink.links.arrival import Key
+from stagelink.links.arrival import Arrival, Key
 from stagelink.links.out_link import SendJob
+from stagelink.links.route import OutRoute
+from stagelink.plan import Edge
 from stagelink.plan.dtypes import DTYPE_BY_CODE
 from stagelink.transport.header import NO_TRACE, Flag, Header, MessageKind
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of, from_bytes, from_raw, to_bytes
-
-if TYPE_CHECKING:
-    import torch
-
-    from stagelink.links.arrival import Arrival
-    from stagelink.links.route import OutRoute
-    from stagelink.plan import Edge
 
 __all__ = ["Terms", "check_contract", "check_gradient", "seal", "unseal"]
 

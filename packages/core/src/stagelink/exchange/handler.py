@@ -6,7 +6,9 @@ import _thread
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import Self
+
+from torch.distributed import Store
 
 from stagelink.arguments import (
     CALLABLE,
@@ -22,11 +24,16 @@ from stagelink.arguments import (
 )
 from stagelink.control.meeting import gloo_address_by
 from stagelink.deadline import Deadline
-from stagelink.errors import DeadlineError, PeerClosedError, UsageError
-from stagelink.exchange.session import session_class
+from stagelink.errors import DeadlineError, PeerClosedError, StagelinkError, UsageError
+from stagelink.exchange.engine import Engine
+from stagelink.exchange.handles import Awaited
+from stagelink.exchange.session import Session, session_class
 from stagelink.exchange.unclosed import closed, opened
+from stagelink.plan import Plan, Stage
 from stagelink.schedule import (
     UNTIL_END,
+    Action,
+    Mode,
     Verification,
     actions_of,
     check_microbatches,
@@ -34,18 +41,8 @@ from stagelink.schedule import (
     require,
     verify,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from stagelink.errors import StagelinkError
-    from stagelink.exchange.engine import Engine
-    from stagelink.exchange.handles import Awaited
-    from stagelink.exchange.session import Session
-    from stagelink.plan import Plan, Stage
-    from stagelink.schedule import Action, Mode
-    from stagelink.transport.contract import Link
-    from stagelink.transport.events import LinkCounters
+from stagelink.transport.contract import Link
+from stagelink.transport.events import LinkCounters
 
 __all__ = ["Handler"]
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from stagelink.deadline import Deadline
-
-if TYPE_CHECKING:
-    import torch
-
-    from stagelink.links.out_link import SendJob
-    from stagelink.links.route import OutRoute
-
-    _Sent = tuple[OutRoute, SendJob]
+from stagelink.links.out_link import SendJob
+from stagelink.links.route import OutRoute
 
 __all__ = ["SENT", "Awaited", "RecvHandle", "SendHandle"]
+
+_Sent = tuple[OutRoute, SendJob]
 
 
 class Awaited(Protocol):

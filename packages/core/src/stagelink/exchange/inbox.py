@@ -6,13 +6,11 @@ arrival, tags and transports play no part, so receives may come in any order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from stagelink.errors import ProtocolError
-
-if TYPE_CHECKING:
-    from stagelink.links.arrival import Arrival, Key
-    from stagelink.transport.header import Direction
+from stagelink.links.arrival import Arrival, Key
+from stagelink.transport.header import Direction
 
 __all__ = ["Inbox"]
 

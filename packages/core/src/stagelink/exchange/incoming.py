@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from stagelink.control.chain import Awaited
+from stagelink.control.connection import Frame
 from stagelink.deadline import Deadline
 from stagelink.errors import (
     DeadlineError,
@@ -17,17 +17,13 @@ from stagelink.errors import (
     RefusedError,
 )
 from stagelink.exchange.inbox import Inbox
+from stagelink.exchange.outgoing import Outgoing
+from stagelink.exchange.sessions import Sessions
 from stagelink.links.arrival import Arrival, Key
 from stagelink.links.bound import check_declared
-from stagelink.transport.header import Flag, MessageKind
-
-if TYPE_CHECKING:
-    from stagelink.control.connection import Frame
-    from stagelink.exchange.outgoing import Outgoing
-    from stagelink.exchange.sessions import Sessions
-    from stagelink.links.node import Node
-    from stagelink.links.route import InRoute, Observe
-    from stagelink.transport.header import Header
+from stagelink.links.node import Node
+from stagelink.links.route import InRoute, Observe
+from stagelink.transport.header import Flag, Header, MessageKind
 
 __all__ = ["Incoming", "Received"]
 

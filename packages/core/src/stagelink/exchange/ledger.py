@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from stagelink.exchange.incoming import Received
+from stagelink.exchange.incoming import Received
 
 __all__ = ["Ledger", "Marks"]
 

@@ -11,23 +11,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from stagelink.control.chain import Awaited
+from stagelink.control.connection import Frame
 from stagelink.control.framing import encode
-from stagelink.errors import DeadlineError, ProtocolError, StagelinkError
+from stagelink.deadline import Deadline
+from stagelink.errors import DeadlineError, MessageError, ProtocolError, StagelinkError
+from stagelink.exchange.sessions import SessionRecord, Sessions
+from stagelink.links.arrival import Key
+from stagelink.links.node import Node
+from stagelink.links.out_link import SendJob
+from stagelink.links.route import Observe, OutRoute, Trace
+from stagelink.links.window import Window
 from stagelink.transport.header import NO_TRACE, Direction, Header, MessageKind
-
-if TYPE_CHECKING:
-    from stagelink.control.connection import Frame
-    from stagelink.deadline import Deadline
-    from stagelink.errors import MessageError
-    from stagelink.exchange.sessions import SessionRecord, Sessions
-    from stagelink.links.arrival import Key
-    from stagelink.links.node import Node
-    from stagelink.links.out_link import SendJob
-    from stagelink.links.route import Observe, OutRoute, Trace
-    from stagelink.links.window import Window
 
 __all__ = ["Outgoing"]
 

@@ -7,17 +7,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import lcm
-from typing import TYPE_CHECKING
 
 from stagelink.arguments import NAME, expect, is_a
 from stagelink.errors import UsageError
+from stagelink.links.route import InRoute, OutRoute
+from stagelink.links.wiring import Wiring
+from stagelink.plan import Edge, Plan
 from stagelink.schedule import microbatches_of, period, rank_for
 from stagelink.transport.header import Direction
-
-if TYPE_CHECKING:
-    from stagelink.links.route import InRoute, OutRoute
-    from stagelink.links.wiring import Wiring
-    from stagelink.plan import Edge, Plan
 
 __all__ = ["RoutingTable"]
 

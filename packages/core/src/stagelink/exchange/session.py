@@ -6,19 +6,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
-from stagelink.exchange.sessions import STOPPED
+from stagelink.exchange.engine import Engine
+from stagelink.exchange.handles import RecvHandle, SendHandle
+from stagelink.exchange.sessions import STOPPED, Opening, SessionRecord
 from stagelink.exchange.traffic import Traffic
-from stagelink.schedule import actions_of
-
-if TYPE_CHECKING:
-    from stagelink.exchange.engine import Engine
-    from stagelink.exchange.handles import RecvHandle, SendHandle
-    from stagelink.exchange.sessions import Opening, SessionRecord
-    from stagelink.schedule import Action, Mode
+from stagelink.schedule import Action, Mode, actions_of
 
 __all__ = ["Session", "session_class"]
 

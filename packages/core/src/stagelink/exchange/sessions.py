@@ -12,23 +12,20 @@ in flight by a transport, so it is a number, not a mark.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, cast, get_args
+from typing import NamedTuple, cast, get_args
 
+from stagelink.control.connection import Frame
 from stagelink.control.framing import decode, encode
+from stagelink.control.plane import Plane
 from stagelink.deadline import Deadline
 from stagelink.errors import DisagreementError, PeerClosedError, PlanError, ProtocolError
+from stagelink.links.arrival import Key
 from stagelink.links.topology import followers_of, siblings_of
+from stagelink.plan import Plan
 from stagelink.schedule import UNTIL_END, Mode, check_microbatches
 from stagelink.transport.header import Header, MessageKind
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from stagelink.control.connection import Frame
-    from stagelink.control.plane import Plane
-    from stagelink.links.arrival import Key
-    from stagelink.plan import Plan
 
 __all__ = ["STOPPED", "Opening", "SessionRecord", "Sessions"]
 

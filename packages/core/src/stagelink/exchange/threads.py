@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from torch.distributed import HashStore
 
@@ -13,13 +14,9 @@ from stagelink.arguments import CALLABLE, checked, instance
 from stagelink.deadline import Deadline
 from stagelink.errors import AbortedError, PeerClosedError
 from stagelink.exchange.connect import connect
+from stagelink.exchange.handler import Handler
 from stagelink.plan import LinkRule, Plan
 from stagelink.transport.loopback import Loopback
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from stagelink.exchange.handler import Handler
 
 __all__ = ["RankThread", "in_one_process"]
 

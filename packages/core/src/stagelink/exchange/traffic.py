@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
 
 from stagelink.arguments import COUNT, FLAG, SECONDS, expect, is_a
 from stagelink.deadline import Deadline
 from stagelink.errors import MessageError, UsageError
+from stagelink.exchange.engine import Engine
 from stagelink.exchange.envelope import seal, unseal
 from stagelink.exchange.handles import SENT, RecvHandle, SendHandle
+from stagelink.exchange.incoming import Received
 from stagelink.exchange.ledger import Ledger
+from stagelink.exchange.sessions import SessionRecord
 from stagelink.links.arrival import Key
-from stagelink.schedule import UNTIL_END
+from stagelink.links.route import InRoute, OutRoute
+from stagelink.schedule import UNTIL_END, Mode
 from stagelink.transport.header import Direction, Flag
 from stagelink.transport.modes import outside_modes
-
-if TYPE_CHECKING:
-    import torch
-
-    from stagelink.exchange.engine import Engine
-    from stagelink.exchange.incoming import Received
-    from stagelink.exchange.sessions import SessionRecord
-    from stagelink.links.route import InRoute, OutRoute
-    from stagelink.schedule import Mode
 
 __all__ = ["Traffic"]
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
+from stagelink.control.connection import Frame
 from stagelink.control.framing import decode, encode
 from stagelink.control.meeting import wait_for_ranks
+from stagelink.control.plane import Plane
+from stagelink.control.rendezvous import Rendezvous
+from stagelink.deadline import Deadline
 from stagelink.errors import DisagreementError
 from stagelink.links.topology import routes_of
-from stagelink.plugins.choice import choose
+from stagelink.plan import Plan
+from stagelink.plugins.choice import Asker, Choice, choose
+from stagelink.plugins.offers import End
 from stagelink.transport.header import Header, MessageKind
-
-if TYPE_CHECKING:
-    from stagelink.control.connection import Frame
-    from stagelink.control.plane import Plane
-    from stagelink.control.rendezvous import Rendezvous
-    from stagelink.deadline import Deadline
-    from stagelink.plan import Plan
-    from stagelink.plugins.choice import Asker, Choice
-    from stagelink.plugins.offers import End
 
 __all__ = ["Agreement", "Choices"]
 

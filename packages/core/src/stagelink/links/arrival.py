@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from stagelink.transport.header import Direction
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from stagelink.transport.header import Header
-    from stagelink.transport.lanes import Moment
+from stagelink.transport.header import Direction, Header
+from stagelink.transport.lanes import Moment
 
 __all__ = ["Arrival", "Key"]
 

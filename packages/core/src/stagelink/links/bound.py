@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from stagelink.errors import ProtocolError
-
-if TYPE_CHECKING:
-    from stagelink.plan import Edge, Limits
-    from stagelink.transport.contract import Link
-    from stagelink.transport.header import Header
+from stagelink.plan import Edge, Limits
+from stagelink.transport.contract import Link
+from stagelink.transport.header import Header
 
 __all__ = ["Bound", "check_declared"]
 

@@ -6,20 +6,16 @@ import _thread
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
+from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError, TransportError
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from stagelink.deadline import Deadline
-    from stagelink.transport.lanes import Lane
+from stagelink.transport.lanes import Lane
 
 __all__ = ["GRACE_S", "give_back", "mapped", "raise_mapped"]
 

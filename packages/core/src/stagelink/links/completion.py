@@ -10,14 +10,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from stagelink.errors import ClosedError, PeerClosedError, TransportError
 from stagelink.links.calls import mapped
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Begun", "Completion"]
 

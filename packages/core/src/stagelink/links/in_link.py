@@ -6,24 +6,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from stagelink.control.connection import close_all
-from stagelink.errors import ProtocolError, TransportError
+from stagelink.deadline import Deadline
+from stagelink.errors import ProtocolError, StagelinkError, TransportError
 from stagelink.links.arrival import Arrival
+from stagelink.links.bound import Bound
 from stagelink.links.calls import raise_mapped
 from stagelink.links.completion import Begun
 from stagelink.links.link_end import LinkEnd
+from stagelink.transport.contract import Capabilities, Link, Receiver
+from stagelink.transport.lanes import Lane
 from stagelink.transport.payload import payload_problem
-
-if TYPE_CHECKING:
-    from stagelink.deadline import Deadline
-    from stagelink.errors import StagelinkError
-    from stagelink.links.bound import Bound
-    from stagelink.transport.contract import Capabilities, Link, Receiver
-    from stagelink.transport.lanes import Lane
 
 __all__ = ["InLink"]
 

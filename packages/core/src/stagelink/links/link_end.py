@@ -8,18 +8,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from stagelink.control.connection import close_all
+from stagelink.control.reader import Reader
 from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, PeerClosedError, StagelinkError
 from stagelink.links.calls import GRACE_S, give_back, mapped, raise_mapped
 from stagelink.links.completion import Completion
-
-if TYPE_CHECKING:
-    from stagelink.control.reader import Reader
-    from stagelink.transport.contract import Link, Receiver, Sender
-    from stagelink.transport.lanes import Lane
+from stagelink.transport.contract import Link, Receiver, Sender
+from stagelink.transport.lanes import Lane
 
 __all__ = ["LinkEnd"]
 

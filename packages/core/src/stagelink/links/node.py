@@ -12,10 +12,11 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagelink.control.meeting import Meeting
 from stagelink.control.plane import Plane
+from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import AbortedError, DisagreementError, StagelinkError
 from stagelink.links.agreement import Agreement
@@ -23,18 +24,14 @@ from stagelink.links.calls import give_back
 from stagelink.links.topology import neighbours
 from stagelink.links.watch import AbortWatch
 from stagelink.links.wiring import Wiring
-from stagelink.plan import differences
+from stagelink.plan import Plan, differences
 from stagelink.plugins.choice import asker
 from stagelink.plugins.offers import End, Survey
+from stagelink.plugins.plugins import Plugins
 from stagelink.transport.buffers import BufferPool
+from stagelink.transport.contract import Link, Transport
 from stagelink.transport.host import process_id, server_id
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    from stagelink.control.rendezvous import Rendezvous
-    from stagelink.plan import Plan
-    from stagelink.plugins.plugins import Plugins
-    from stagelink.transport.contract import Link, Transport
 
 __all__ = ["Node"]
 

@@ -10,21 +10,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
-from stagelink.errors import TransportError
+from stagelink.errors import PeerClosedError, StagelinkError, TransportError
 from stagelink.links.calls import raise_mapped
 from stagelink.links.completion import Begun
 from stagelink.links.link_end import LinkEnd
-from stagelink.transport.contract import Message
-
-if TYPE_CHECKING:
-    from stagelink.errors import PeerClosedError, StagelinkError
-    from stagelink.transport.contract import Capabilities, Link, Sender
-    from stagelink.transport.header import Header
-    from stagelink.transport.lanes import Lane, Moment
+from stagelink.transport.contract import Capabilities, Link, Message, Sender
+from stagelink.transport.header import Header
+from stagelink.transport.lanes import Lane, Moment
 
 __all__ = ["OutLink", "SendJob"]
 

@@ -6,24 +6,22 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch.distributed import Store
+
+from stagelink.control.plane import Plane
+from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import PeerClosedError, TransportError
+from stagelink.links.link_end import LinkEnd
 from stagelink.links.out_link import OutLink
+from stagelink.transport.buffers import BufferPool
+from stagelink.transport.contract import Link, Port
 from stagelink.transport.header import MAX_NOTE_BYTES, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import Store
-
-    from stagelink.control.plane import Plane
-    from stagelink.control.rendezvous import Rendezvous
-    from stagelink.links.link_end import LinkEnd
-    from stagelink.transport.buffers import BufferPool
-    from stagelink.transport.contract import Link, Port
-    from stagelink.transport.lanes import Lane
+from stagelink.transport.lanes import Lane
 
 __all__ = ["Services", "other_end", "port_of", "post_for"]
 

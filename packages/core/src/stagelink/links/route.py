@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from stagelink.links.in_link import InLink
+from stagelink.links.out_link import OutLink
 from stagelink.links.window import PeerWindow, Window
-from stagelink.transport.header import Direction
-
-if TYPE_CHECKING:
-    from stagelink.links.in_link import InLink
-    from stagelink.links.out_link import OutLink
-    from stagelink.plan import Edge
-    from stagelink.transport.contract import Link
-    from stagelink.transport.events import EventName, LinkCounters
-    from stagelink.transport.header import Header
+from stagelink.plan import Edge
+from stagelink.transport.contract import Link
+from stagelink.transport.events import EventName, LinkCounters
+from stagelink.transport.header import Direction, Header
 
 __all__ = ["InRoute", "Observe", "OutRoute", "RouteKey", "Trace"]
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from stagelink.plan import Edge, Plan, Stage
 from stagelink.schedule import pairs
-
-if TYPE_CHECKING:
-    from stagelink.plan import Edge, Plan, Stage
 
 __all__ = ["followers_of", "neighbours", "routes_of", "siblings_of"]
 

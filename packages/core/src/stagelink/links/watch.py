@@ -5,18 +5,14 @@ Neither the reading thread nor a caller waits for the store, which may have gone
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import TYPE_CHECKING
 
 from stagelink.control.framing import encode
-
-if TYPE_CHECKING:
-    import threading
-
-    from stagelink.control.plane import Plane
-    from stagelink.control.rendezvous import Rendezvous
-    from stagelink.deadline import Deadline
-    from stagelink.errors import StagelinkError
+from stagelink.control.plane import Plane
+from stagelink.control.rendezvous import Rendezvous
+from stagelink.deadline import Deadline
+from stagelink.errors import StagelinkError
 
 __all__ = ["AbortWatch"]
 

@@ -7,9 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from stagelink.control.connection import Frame
 from stagelink.control.meeting import wait_for_ranks
+from stagelink.control.plane import Plane
+from stagelink.control.rendezvous import Rendezvous
+from stagelink.deadline import Deadline
 from stagelink.errors import (
     ClosedError,
     PeerClosedError,
@@ -17,26 +21,19 @@ from stagelink.errors import (
     StagelinkError,
     TransportError,
 )
+from stagelink.links.agreement import Choices
 from stagelink.links.bound import Bound
 from stagelink.links.in_link import InLink
+from stagelink.links.link_end import LinkEnd
 from stagelink.links.out_link import OutLink
 from stagelink.links.port import Services, other_end, port_of, post_for
 from stagelink.links.route import InRoute, OutRoute, RouteKey
-from stagelink.transport.contract import Link, Receiver, Sender
+from stagelink.plan import Edge, Plan
+from stagelink.transport.buffers import BufferPool
+from stagelink.transport.contract import Link, Receiver, Sender, Transport
 from stagelink.transport.events import LinkCounters
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.lanes import HostLane
-
-if TYPE_CHECKING:
-    from stagelink.control.connection import Frame
-    from stagelink.control.plane import Plane
-    from stagelink.control.rendezvous import Rendezvous
-    from stagelink.deadline import Deadline
-    from stagelink.links.agreement import Choices
-    from stagelink.links.link_end import LinkEnd
-    from stagelink.plan import Edge, Plan
-    from stagelink.transport.buffers import BufferPool
-    from stagelink.transport.contract import Transport
 
 __all__ = ["Wiring"]
 

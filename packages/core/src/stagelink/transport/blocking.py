@@ -6,15 +6,13 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from stagelink.deadline import Deadline
-    from stagelink.transport.contract import Done
-    from stagelink.transport.lanes import Moment
-    from stagelink.transport.port import Port
+from stagelink.deadline import Deadline
+from stagelink.transport.contract import Done
+from stagelink.transport.lanes import Moment
+from stagelink.transport.port import Port
 
 __all__ = ["Finisher", "reach"]
 

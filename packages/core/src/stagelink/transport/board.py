@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from stagelink.deadline import Deadline
-
-if TYPE_CHECKING:
-    from stagelink.transport.contract import Port
+from stagelink.transport.contract import Port
 
 __all__ = ["Board", "look_until"]
 

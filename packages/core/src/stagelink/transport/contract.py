@@ -32,17 +32,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
+
+import torch
 
 from stagelink.deadline import Deadline
+from stagelink.transport.header import Header
+from stagelink.transport.lanes import Lane
 from stagelink.transport.link import Capabilities, Footprint, Link, Place, Verdict
 from stagelink.transport.port import Port
-
-if TYPE_CHECKING:
-    import torch
-
-    from stagelink.transport.header import Header
-    from stagelink.transport.lanes import Lane
 
 __all__ = [
     "API_VERSION",

@@ -10,10 +10,8 @@ from __future__ import annotations
 import functools
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from types import CodeType, FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 __all__ = ["raised_by_signal_handler", "stops_caller"]
 

@@ -12,15 +12,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from stagelink.transport.modes import outside_modes
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 __all__ = ["CudaLane", "HostLane", "Lane", "Moment", "device_here"]
 

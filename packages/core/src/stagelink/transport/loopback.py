@@ -9,9 +9,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
+import torch
+
+from stagelink.deadline import Deadline
 from stagelink.transport.contract import (
     API_VERSION,
     Announce,
@@ -26,15 +30,8 @@ from stagelink.transport.contract import (
     Transport,
     Verdict,
 )
+from stagelink.transport.header import Header
 from stagelink.transport.hooks import hookimpl
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from stagelink.deadline import Deadline
-    from stagelink.transport.header import Header
 
 __all__ = ["Loopback"]
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import Store
+import torch
+from torch.distributed import Store
 
-    from stagelink.deadline import Deadline
-    from stagelink.transport.lanes import Lane
-    from stagelink.transport.link import Link
+from stagelink.deadline import Deadline
+from stagelink.transport.lanes import Lane
+from stagelink.transport.link import Link
 
 __all__ = ["Port"]
 
