@@ -11,7 +11,7 @@ import torch
 
 from stagelink.errors import PeerLostError
 from stagelink.testing import LeakCheck, run_fresh
-from stagelink.testing.serving import report
+from stagelink.testing.jobs import report
 from stagelink_nccl.link import NcclReceiver, _LinkTask
 from tests.nccl.over_gloo import NcclOverGloo
 from tests.nccl.programs import NCCL

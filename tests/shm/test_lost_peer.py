@@ -10,7 +10,7 @@ import torch
 from stagelink.errors import PeerLostError
 from stagelink.testing import LeakCheck, run_fresh
 from stagelink.testing.drivers import Subject
-from stagelink.testing.serving import report
+from stagelink.testing.jobs import report
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from stagelink.testing.jobs import Outcome, RankFailedError, report
 from stagelink.testing.leaks import LeakCheck, no_leaks
-from stagelink.testing.outcome import Outcome, RankFailedError
-from stagelink.testing.ranks import RankPool, RankProcesses, run_fresh
-from stagelink.testing.serving import report
-from stagelink.testing.threads import run_threads
+from stagelink.testing.ranks import RankPool, RankProcesses, run_fresh, run_threads
 from stagelink.testing.worker import start_rank_server
 
 __all__ = [

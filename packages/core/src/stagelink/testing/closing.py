@@ -7,18 +7,23 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import cast
 
 import torch
 from torch.distributed import PrefixStore, Store
 
+from stagelink.deadline import Deadline
 from stagelink.errors import PeerClosedError, StagelinkError
 from stagelink.exchange.handler import Handler
 from stagelink.testing.drivers import echo, some
-from stagelink.testing.late import late
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.subject import Subject
+from stagelink.testing.wrapping import WrappedDone, WrappedPort, WrappedSender, wrapped
+from stagelink.transport.blocking import Finisher
+from stagelink.transport.contract import Announce, Done, Message, Port, Sender, Transport
 
 __all__ = [
     "closes_with_a_queue",
@@ -97,7 +102,7 @@ def closes_with_a_queue(
             parted.wait(subject.patience_s)
 
     if "late" in how:
-        subject = subject.wrapped(lambda transport: late(transport, wait))
+        subject = subject.wrapped(lambda transport: _late(transport, wait))
     count = 2 * subject.transport().capabilities.in_flight + 4
     plan_of = partial(Subject.plan, window=2 * count, deadline_s=subject.patience_s)
     try:
@@ -161,3 +166,62 @@ def leaves_with_sends_waiting(
                         f"message {microbatch} was sent, and lost as its session was left: {error}"
                     ) from error
                 assert bool((got == microbatch).all()), f"message {microbatch} arrived changed"
+
+
+def _late(transport: type[Transport], wait: Callable[[], None]) -> type[Transport]:
+    """Make a transport whose senders announce a message, and then wait with all else."""
+    return wrapped(
+        transport,
+        f"late-{transport.name}",
+        sender=partial(_Sender, wait),
+        port=_Port,
+        capabilities=replace(transport.capabilities, copies_on_begin=False),
+    )
+
+
+class _Port(WrappedPort):
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        self.has_room = threading.Event()
+
+    def room(self) -> None:
+        self.has_room.set()
+
+
+class _Sender(WrappedSender):
+    """Takes every message, and has the sender inside begin it on a thread of its own."""
+
+    def __init__(self, wait: Callable[[], None], inner: Sender, port: Port) -> None:
+        super().__init__(inner, port)
+        self._wait = wait
+        self._finisher = Finisher(port)
+        self._has_room = cast("_Port", port).has_room
+        self._aborted = False
+
+    def begin(self, message: Message, announce: Announce, done: Done) -> bool:
+        def announce_and_wait(note: bytes = b"", fds: Sequence[int] = ()) -> None:
+            announce(note, fds)
+            self._wait()
+
+        begin = partial(self._begin, message, announce_and_wait, done)
+        self._finisher.submit(begin, _Failure(done))
+        return True
+
+    def _begin(self, message: Message, announce: Announce, done: Done) -> None:
+        while not self._aborted and not self.inner.begin(message, announce, done):
+            self._has_room.wait()
+            self._has_room.clear()
+
+    def abort(self, cause: BaseException) -> None:
+        self._aborted = True
+        self._has_room.set()
+        super().abort(cause)
+
+    def close(self, deadline: Deadline) -> None:
+        self._finisher.close(deadline)
+        super().close(deadline)
+
+
+class _Failure(WrappedDone):
+    def __call__(self, payload: torch.Tensor | None = None) -> None:
+        """Begun: the sender inside says when it is done."""

@@ -43,9 +43,8 @@ from stagelink.testing import closing, drivers, interruptions
 from stagelink.testing.contract_check import PATIENCE_S
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.programs import Pass
-from stagelink.testing.ranks import RankPool, run_fresh
+from stagelink.testing.ranks import RankPool, run_fresh, run_threads
 from stagelink.testing.subject import Subject
-from stagelink.testing.threads import run_threads
 from stagelink.transport.contract import Capabilities, Link, Place, Transport, Verdict
 
 __all__ = ["TransportConformance", "ready", "runner"]

@@ -1,4 +1,4 @@
-"""Functions run as the ranks of a pipeline, each in a process of its own.
+"""Functions run as the ranks of a pipeline, each in a process of its own, or in a thread.
 
 `run_fresh` starts new processes, to be reported from, stopped and killed; a `RankPool` keeps its
 own for the next run. Processes are forked from a server that has torch loaded, so one more costs
@@ -15,22 +15,24 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing import connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, Self, TypeVar, TypeVarTuple
 
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 
 from stagelink.deadline import Deadline
-from stagelink.testing.jobs import Job, Task
-from stagelink.testing.outcome import Outcome, RankFailedError
-from stagelink.testing.serving import Event, Failed, Returned
+from stagelink.exchange.threads import RankThread
+from stagelink.testing.jobs import Event, Job, Outcome, RankFailedError, Task
 from stagelink.testing.worker import Worker, start_workers
 
-__all__ = ["RankPool", "RankProcesses", "run_fresh"]
+__all__ = ["RankPool", "RankProcesses", "run_fresh", "run_threads"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -95,7 +97,7 @@ class RankProcesses(Generic[T]):
             pass
         for rank in self._running():
             self._workers[rank].dump_and_end()
-            self._finish(rank, hung_s=timeout_s)
+            self._finish(Outcome(rank, hung_s=timeout_s))
         return [self._outcomes[rank] for rank in range(len(self._workers))]
 
     def results(self, timeout_s: float = 30.0) -> list[T]:
@@ -158,26 +160,23 @@ class RankProcesses(Generic[T]):
         gone = not worker.process.is_alive()
         try:
             while rank not in self._outcomes and worker.connection.poll():
-                self._handle(rank, pickle.loads(worker.connection.recv_bytes()))
+                self._handle(pickle.loads(worker.connection.recv_bytes()), rank)
         except (EOFError, ConnectionResetError):
             worker.dump_and_end()  # it closed its pipe: it has gone, or can say no more
             gone = True
         if gone and rank not in self._outcomes:
-            self._finish(rank, exit_code=worker.process.exitcode)
+            self._finish(Outcome(rank, exit_code=worker.process.exitcode))
 
-    def _handle(self, rank: int, message: Event | Returned | Failed) -> None:
-        match message:
-            case Event():
-                self._events[rank].append(message)
-            case Returned(value):
-                self._finish(rank, value=value)
-            case Failed(error):
-                self._finish(rank, error=error)
+    def _handle(self, message: Event | Outcome, rank: int) -> None:
+        if isinstance(message, Event):
+            self._events[rank].append(message)
+        else:
+            self._finish(message)
 
-    def _finish(self, rank: int, **how: Any) -> None:
-        output = self._workers[rank].output
-        self._outcomes[rank] = Outcome(
-            rank, stdout=output("stdout"), stderr=output("stderr"), **how
+    def _finish(self, outcome: Outcome) -> None:
+        output = self._workers[outcome.rank].output
+        self._outcomes[outcome.rank] = replace(
+            outcome, stdout=output("stdout"), stderr=output("stderr")
         )
 
 
@@ -262,3 +261,45 @@ class RankPool:
         self._idle += start_workers(count - len(self._idle))
         taken, self._idle = self._idle[:count], self._idle[count:]
         return taken
+
+
+def run_threads(
+    function: Callable[[int, int, Store, *Ts], T],
+    world_size: int,
+    *args: *Ts,
+    timeout_s: float = 30.0,
+) -> list[T]:
+    """Run ``function(rank, world_size, store, *args)`` on a thread per rank and wait for all.
+
+    The ranks share one store in memory. A thread that hangs cannot be ended: it stays behind.
+
+    Returns:
+        What each returned, by rank.
+
+    Raises:
+        RankFailedError: some raised (the first one's exception is the cause), or still ran after
+            ``timeout_s``; the text has every traceback and the stacks of those that hang.
+    """
+    store = HashStore()
+    threads = [
+        RankThread(rank, lambda rank: function(rank, world_size, store, *args))
+        for rank in range(world_size)
+    ]
+    deadline = Deadline(timeout_s)
+    for thread in threads:
+        thread.join(deadline.remaining_s)
+    outcomes = [_outcome(thread, timeout_s) for thread in threads]
+    if not all(outcome.ok for outcome in outcomes):
+        cause = next((thread.error for thread in threads if thread.error), None)
+        raise RankFailedError(function.__qualname__, outcomes) from cause
+    return [outcome.value for outcome in outcomes]
+
+
+def _outcome(thread: RankThread[Any], waited_s: float) -> Outcome:
+    if thread.is_alive():
+        frame = sys._current_frames().get(thread.ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        return Outcome(thread.rank, hung_s=waited_s, stderr=stack)
+    if thread.error is not None:
+        return Outcome(thread.rank, error="".join(traceback.format_exception(thread.error)))
+    return Outcome(thread.rank, value=thread.value)

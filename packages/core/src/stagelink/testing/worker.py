@@ -12,8 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from stagelink.errors import ConnectError
-from stagelink.testing.jobs import Task
-from stagelink.testing.serving import serve
+from stagelink.testing.jobs import Task, serve
 
 __all__ = ["Worker", "open_descriptors", "start_rank_server", "start_workers"]
 
