@@ -228,15 +228,15 @@ class TransportConformance:
 
     def test_a_receive_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
         """Neither a receive nor reading blocks when a sender goes no further."""
-        _ask(run, interruptions.check_silent_sender)
+        _judge(run(interruptions.check_silent_sender))
 
     def test_a_send_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
         """A send does not block when a receiver goes no further."""
-        _ask(run, interruptions.check_silent_receiver)
+        _judge(run(interruptions.check_silent_receiver))
 
     def test_a_peer_that_breaks_off_is_no_end_of_a_message(self, run: Callable[..., Any]) -> None:
         """A receive whose sender has gone half way is never done as if all had come."""
-        _ask(run, interruptions.check_broken_off)
+        _judge(run(interruptions.check_broken_off))
 
     def test_a_peer_that_dies_is_no_end_of_a_message(self, subject: Subject) -> None:
         """Nor is one whose sender's process has died half way."""
@@ -249,11 +249,11 @@ class TransportConformance:
 
     def test_abort_ends_a_receive(self, run: Callable[..., Any]) -> None:
         """Every wait for a receive ends when its end is aborted."""
-        _ask(run, interruptions.check_receiver_aborts)
+        _judge(run(interruptions.check_receiver_aborts))
 
     def test_abort_ends_a_send(self, run: Callable[..., Any]) -> None:
         """Every wait for a send ends when its end is aborted."""
-        _ask(run, interruptions.check_sender_aborts)
+        _judge(run(interruptions.check_sender_aborts))
 
     def test_user_error_reaches_the_peer(self, run: Callable[..., Any]) -> None:
         """An exception on one rank ends the other's wait with its text."""
@@ -302,7 +302,7 @@ class TransportConformance:
 
     def test_close_keeps_its_deadline(self, run: Callable[..., Any]) -> None:
         """Closing a link, and the transport, returns in time and raises nothing."""
-        _ask(run, interruptions.check_close)
+        _judge(run(interruptions.check_close))
 
     def test_close_leaves_nothing(self, run: Callable[..., Any]) -> None:
         """Ten times opened, used and closed: no thread, descriptor or temporary file stays."""
@@ -318,7 +318,8 @@ def ready(declared: Subject) -> Subject:
     if not verdict.ok:
         pytest.skip(f"{declared.name!r} cannot be used here: {verdict.reason}")
     devices = transport.capabilities.devices
-    device = next((kind for kind in ("cpu", "cuda") if kind in devices and _has(kind)), None)
+    here = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    device = next((kind for kind in here if kind in devices), None)
     if device is None:
         pytest.skip(f"{declared.name!r} carries tensors of {sorted(devices)} only: none here")
     return replace(declared, device=device)
@@ -336,16 +337,8 @@ def runner(subject: Subject, rank_pool: RankPool) -> Callable[..., Any]:
     return run
 
 
-def _has(kind: str) -> bool:
-    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
-
-
 def _capabilities(subject: Subject) -> Capabilities:
     return subject.transport().capabilities
-
-
-def _ask(run: Callable[..., Any], check: Callable[..., str]) -> None:
-    _judge(run(check))
 
 
 def _judge(found: Sequence[str]) -> None:

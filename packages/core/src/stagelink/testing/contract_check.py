@@ -17,6 +17,7 @@ import torch
 
 from stagelink.deadline import Deadline
 from stagelink.testing.wrapping import (
+    Accept,
     E,
     WrappedDone,
     WrappedEnd,
@@ -84,15 +85,7 @@ class ContractCheck:
 
 
 def checked(transport: type[Transport], check: ContractCheck) -> type[Transport]:
-    """Make a transport that works as another one, held against the contract.
-
-    Args:
-        transport: the one that does the work.
-        check: told of what it does wrong.
-
-    Returns:
-        The class, named ``checked-NAME``.
-    """
+    """Make a transport that works as another one, held against the contract."""
 
     def close(self: Transport, deadline: Deadline) -> None:
         with check.quick("Transport.close", deadline.remaining_s):
@@ -158,16 +151,11 @@ class _End(WrappedEnd[E]):
 
 
 class _Done(WrappedDone):
-    """Checks of a message's completion: once, in order, and as ``problem`` has it.
-
-    Attributes:
-        begins: whether its ``begin`` has not returned.
-        told: whether it is done.
-    """
+    """Checks of a message's completion: once, in order, and as ``problem`` has it."""
 
     def __init__(self, done: Done, end: _End[Any]) -> None:
         super().__init__(done)
-        self.begins = True
+        self.begins = True  # its ``begin`` has not returned
         self.told = False
         self._end = end
         end.begun.append(self)
@@ -218,9 +206,7 @@ class _Sent(_Done):
 
 
 class _Received(_Done):
-    def __init__(
-        self, done: Done, end: _End[Any], accept: Callable[[], torch.Tensor], size_bytes: int
-    ) -> None:
+    def __init__(self, done: Done, end: _End[Any], accept: Accept, size_bytes: int) -> None:
         super().__init__(done, end)
         self._accept = accept
         self._size_bytes = size_bytes
@@ -259,12 +245,7 @@ class _Receiver(_End[Receiver], WrappedReceiver):
     name, what = "Receiver", "receive"
 
     def begin(
-        self,
-        header: Header,
-        note: bytes,
-        fds: Sequence[int],
-        accept: Callable[[], torch.Tensor],
-        done: Done,
+        self, header: Header, note: bytes, fds: Sequence[int], accept: Accept, done: Done
     ) -> None:
         received = _Received(done, self, accept, header.payload_bytes)
         begin: Callable[..., object] = self.inner.begin

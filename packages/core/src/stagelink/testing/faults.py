@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from stagelink.deadline import Deadline
 from stagelink.errors import UsageError
 from stagelink.testing.wrapping import (
+    Accept,
     E,
     WrappedDone,
     WrappedEnd,
@@ -132,124 +134,100 @@ def faulty(
     return wrapped(
         transport,
         name,
-        sender=lambda inner, port: _Sender(inner, port, _Course(port, faults)),
-        receiver=lambda inner, port: _Receiver(inner, port, _Course(port, faults)),
+        sender=partial(_Sender, faults),
+        receiver=partial(_Receiver, faults),
     )
 
 
-class _Course:
-    """The faults that one end of one link meets, by the number of its messages."""
+class _End(WrappedEnd[E]):
+    """An end with the faults that it meets, by the number of its messages."""
 
-    def __init__(self, port: Port, faults: Sequence[Fail | Hold | Corrupt]) -> None:
+    def __init__(self, faults: Sequence[Fail | Hold | Corrupt], inner: E, port: Port) -> None:
+        super().__init__(inner, port)
         ends = (port.link.source, port.link.target)
         self._faults = [fault for fault in faults if fault.link in {None, ends}]
+        self._aborted = False
         self.next = 0
-        self.aborted = False
         # All behind one that is held are, as messages are done in order.
         holds = any(isinstance(fault, Hold) for fault in self._faults)
         self.finisher = Finisher(port) if holds else None
 
-    def begin(self, point: Point) -> None:
-        """Fail if the next message fails here."""
+    def of(self, message: int) -> list[Fail | Hold | Corrupt]:
+        return [fault for fault in self._faults if fault.message == message]
+
+    def enter(self, point: Point) -> None:
+        """Fail if the next message fails in this ``begin``."""
         for fault in self.of(self.next):
             if isinstance(fault, Fail) and fault.at is point:
                 raise fault.error
 
-    def corrupts(self) -> bool:
-        """Whether the next message is corrupted."""
-        return any(isinstance(fault, Corrupt) for fault in self.of(self.next))
-
-    def of(self, message: int) -> list[Fail | Hold | Corrupt]:
-        return [fault for fault in self._faults if fault.message == message]
-
     def wait(self, gate: Gate) -> None:
         """Wait at a gate until it opens, or this end is aborted."""
-        if not gate.wait(lambda: self.aborted):
+        if not gate.wait(lambda: self._aborted):
             raise ConnectionAbortedError("aborted while the message was held")
 
-    def abort(self) -> None:
-        self.aborted = True
+    def abort(self, cause: BaseException) -> None:
+        self._aborted = True
         for fault in self._faults:
             if isinstance(fault, Hold):
                 fault.until.nudge()
+        super().abort(cause)
 
     def close(self, deadline: Deadline) -> None:
         if self.finisher is not None:
             self.finisher.close(deadline)
+        super().close(deadline)
 
 
 class _Done(WrappedDone):
     """Completes a message unless a fault is here."""
 
-    def __init__(self, done: Done, course: _Course, point: Point) -> None:
+    def __init__(self, done: Done, end: _End[Any], point: Point) -> None:
         super().__init__(done)
-        self._course = course
+        self._end = end
         self._point = point
-        self._message = course.next
+        self._message = end.next
         self.kept: object = None
 
     def __call__(self, payload: torch.Tensor | None = None) -> None:
-        if self._course.finisher is None:
-            try:
-                self._meet(payload)
-            except BaseException as error:
-                self.done.failed(error)
-            else:
-                self.done(payload)
+        if self._end.finisher is not None:
+            self._end.finisher.submit(partial(self._meet, payload), self.done)
+            return
+        try:
+            self._meet(payload)
+        except BaseException as error:
+            self.done.failed(error)
         else:
-            self._course.finisher.submit(partial(self._meet, payload), self.done)
+            self.done(payload)
 
     def _meet(self, payload: torch.Tensor | None) -> torch.Tensor | None:
-        for fault in self._course.of(self._message):
+        for fault in self._end.of(self._message):
             match fault:
                 case Fail(at=at, error=error) if at is self._point:
                     raise error
                 case Hold(at=at, until=gate) if at is self._point:
-                    self._course.wait(gate)
+                    self._end.wait(gate)
         return payload
-
-
-class _End(WrappedEnd[E]):
-    def __init__(self, inner: E, port: Port, course: _Course) -> None:
-        super().__init__(inner, port)
-        self._course = course
-
-    def abort(self, cause: BaseException) -> None:
-        self._course.abort()
-        super().abort(cause)
-
-    def close(self, deadline: Deadline) -> None:
-        self._course.close(deadline)
-        super().close(deadline)
 
 
 class _Sender(_End[Sender], WrappedSender):
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
-        self._course.begin(Point.SEND_BEGIN)
-        mine = _Done(done, self._course, Point.SEND_FINISH)
-        if self._course.corrupts():
-            mine.kept = message = replace(message, payload=_corrupted(message.payload))
+        self.enter(Point.SEND_BEGIN)
+        mine = _Done(done, self, Point.SEND_FINISH)
+        if any(isinstance(fault, Corrupt) for fault in self.of(self.next)):
+            changed = message.payload.clone()
+            changed[:1] ^= 0xFF
+            mine.kept = message = replace(message, payload=changed)
         taken = super().begin(message, announce, mine)
-        self._course.next += taken  # else the same message comes again
+        self.next += taken  # else the same message comes again
         return taken
 
 
 class _Receiver(_End[Receiver], WrappedReceiver):
     def begin(
-        self,
-        header: Header,
-        note: bytes,
-        fds: Sequence[int],
-        accept: Callable[[], torch.Tensor],
-        done: Done,
+        self, header: Header, note: bytes, fds: Sequence[int], accept: Accept, done: Done
     ) -> None:
-        self._course.begin(Point.RECEIVE_BEGIN)
-        mine = _Done(done, self._course, Point.RECEIVE_FINISH)
-        self._course.next += 1
+        self.enter(Point.RECEIVE_BEGIN)
+        mine = _Done(done, self, Point.RECEIVE_FINISH)
+        self.next += 1
         super().begin(header, note, fds, accept, mine)
-
-
-def _corrupted(payload: torch.Tensor) -> torch.Tensor:
-    changed = payload.clone()
-    changed[:1] ^= 0xFF
-    return changed

@@ -26,7 +26,14 @@ from stagelink.exchange.session import Session
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.samples import difference, tensors_of_sizes
 from stagelink.testing.subject import Subject
-from stagelink.testing.wrapping import E, WrappedEnd, WrappedReceiver, WrappedSender, wrapped
+from stagelink.testing.wrapping import (
+    Accept,
+    E,
+    WrappedEnd,
+    WrappedReceiver,
+    WrappedSender,
+    wrapped,
+)
 from stagelink.transport.contract import Announce, Done, Message, Port, Receiver, Sender, Transport
 from stagelink.transport.header import Header
 from stagelink.transport.payload import payload_problem
@@ -51,12 +58,7 @@ def half_way(
 ) -> Iterator[Side]:
     """A pair of ranks that a small message has passed; at its end the handler is aborted.
 
-    Args:
-        rank: this rank; 0 sends.
-        world_size: two.
-        store: where they meet.
-        subject: the transport.
-        stops: the rank at which the large message goes no further; None: there is none.
+    The large message, from rank 0 to 1, goes no further at rank ``stops``; None: there is none.
     """
     side = Side(
         PrefixStore("interruption", store), subject, stops=stops == rank, closes=stops is None
@@ -85,37 +87,23 @@ def half_way(
 
 
 class Side:
-    """One rank's side of the link, and what has become of its large message there.
-
-    Attributes:
-        session: the ranks' session.
-        end: the transport's end here.
-        stops: whether the message goes no further here.
-        began: set when the message has been announced, or is given to the receiver.
-        begun: set when the receiver's ``begin`` has returned.
-        go_on: has a receiver that stopped begin.
-        done: what the transport is given for core's.
-        lent: the receiver's buffer.
-        aborted: set when core has aborted the end.
-        holds_abort: whether that is kept from the end.
-        payload: the message's.
-    """
+    """One rank's side of the link, and what has become of its large message there."""
 
     session: Session
     end: Sender | Receiver
-    go_on: Callable[[], None]
+    go_on: Callable[[], None]  # has a receiver that stopped begin
 
     def __init__(self, store: Store, subject: Subject, *, stops: bool, closes: bool) -> None:
-        self.began = threading.Event()
-        self.aborted = threading.Event()
-        self.holds_abort = False
+        self.began = threading.Event()  # the message has been announced, or the receiver has it
+        self.begun = threading.Event()  # the receiver's ``begin`` has returned
+        self.aborted = threading.Event()  # by core
+        self.holds_abort = False  # whether core's abort is kept from the end
         self.payload = subject.on_device(next(tensors_of_sizes((_SIZE_BYTES,))))
         self._store = store
         self._patience_s = subject.patience_s
-        self.stops = stops
+        self.stops = stops  # the message goes no further here
         self._closes = closes
-        self.begun = threading.Event()
-        self.done = _Done()
+        self.done = _Done()  # what the transport is given for core's
         self.lent: torch.Tensor | None = None
         self._closing: dict[str, float | BaseException] = {}
         # Ranks that are threads of one process would count each other's.
@@ -178,9 +166,7 @@ class Side:
     def arrival(self, gone: str, timeout_s: float = 0.0) -> str:
         """Wait for a moment for the message to be done; only a whole one may be.
 
-        Args:
-            gone: what the other end has done, of a receive.
-            timeout_s: how long.
+        ``gone`` says what the other end has done, of a receive.
         """
         try:
             told = self.done.told.get(timeout=timeout_s)
@@ -303,12 +289,7 @@ class _Receiver(_End[Receiver], WrappedReceiver):
     name = "Receiver"
 
     def begin(
-        self,
-        header: Header,
-        note: bytes,
-        fds: Sequence[int],
-        accept: Callable[[], torch.Tensor],
-        done: Done,
+        self, header: Header, note: bytes, fds: Sequence[int], accept: Accept, done: Done
     ) -> None:
         side = self._side
         if header.payload_bytes != _SIZE_BYTES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ __all__ = ["DEADLINE_S", "Subject"]
 DEADLINE_S = 15.0
 
 _PAIR = (("one", "two"),)
-_TRIANGLE = (("one", "two"), ("two", "three"), ("one", "three"))
 
 
 @dataclass(frozen=True)
@@ -48,44 +48,40 @@ class Subject:
 
     def plan(
         self,
-        edges: int = 1,
+        edges: int | Sequence[tuple[str, str]] = 1,
         *,
         window: int | None = None,
         deadline_s: float = DEADLINE_S,
         close_deadline_s: float | None = None,
     ) -> Plan:
-        """A pair of ranks with so many edges ``e0``, ``e1``, …, none of it inline."""
-        limits = _limits(deadline_s, close_deadline_s)
-        return self._plan(_PAIR * edges, window, limits)
-
-    def triangle(self) -> Plan:
-        """Three ranks, each with a link to and from each other one: ``e0``, ``e1``, ``e2``."""
-        return self._plan(_TRIANGLE, None, _limits(DEADLINE_S, None))
-
-    def _plan(
-        self, edges: Sequence[tuple[str, str]], window: int | None, limits: Mapping[str, float]
-    ) -> Plan:
-        pipeline: dict[str, Any] = {"name": "conformance", "schedule": "gpipe", "microbatches": 4}
-        if window is not None:
-            pipeline["window"] = window
-        stages = list(dict.fromkeys(stage for edge in edges for stage in edge))
+        """Edges ``e0``, ``e1``, … between a pair of ranks, or as given; none of it inline."""
+        pairs = _PAIR * edges if isinstance(edges, int) else edges
+        pipeline = {"name": "conformance", "schedule": "gpipe", "microbatches": 4}
         return Plan.from_dict(
             {
-                "pipeline": pipeline,
+                "pipeline": pipeline if window is None else {**pipeline, "window": window},
                 "stages": [
                     {"name": stage, "ranks": [rank], "device": self.device}
-                    for rank, stage in enumerate(stages)
+                    for rank, stage in enumerate(dict.fromkeys(chain.from_iterable(pairs)))
                 ],
                 "tensors": [
                     {"name": f"e{number}", "from": source, "to": [target]}
-                    for number, (source, target) in enumerate(edges)
+                    for number, (source, target) in enumerate(pairs)
                 ],
                 "links": [{"transport": self.name}],
                 "transports": {self.name: dict(self.options)},
                 "control": {"inline_bytes": 0},
-                "limits": dict(limits),
+                "limits": {
+                    "deadline_s": deadline_s,
+                    "first_deadline_s": deadline_s,
+                    "close_deadline_s": close_deadline_s or deadline_s,
+                },
             }
         )
+
+    def triangle(self) -> Plan:
+        """Three ranks, each with a link to and from each other one: ``e0``, ``e1``, ``e2``."""
+        return self.plan((("one", "two"), ("two", "three"), ("one", "three")))
 
     def connect(self, plan: Plan, rank: int, world_size: int, store: Store) -> Handler:
         """Join the others."""
@@ -113,40 +109,22 @@ class Subject:
         rank: int,
         world_size: int,
         store: Store,
-        plan_of: Callable[[Subject], Plan] | None = None,
-        *,
-        check: ContractCheck | None = None,
+        plan_of: Callable[[Subject], Plan] = plan,
     ) -> Iterator[Handler]:
-        """Join the others with the transport held against the contract.
-
-        Args:
-            rank: this rank.
-            world_size: how many there are.
-            store: where they meet.
-            plan_of: makes the plan; None: one edge, `plan`.
-            check: told what the transport does wrong; None: a new one.
+        """Join the others by ``plan_of``'s plan, with the transport held against the contract.
 
         Raises:
             AssertionError: at the end, if the transport broke a rule of the contract.
         """
-        found = check or ContractCheck(self.patience_s)
+        check = ContractCheck(self.patience_s)
         subject = self.wrapped(synchronous) if self.synchronous else self
-        subject = subject.wrapped(lambda transport: checked(transport, found))
-        plan = plan_of(subject) if plan_of else subject.plan()
+        subject = subject.wrapped(lambda transport: checked(transport, check))
         try:
-            with subject.connect(plan, rank, world_size, store) as comm:
+            with subject.connect(plan_of(subject), rank, world_size, store) as comm:
                 yield comm
         finally:
-            found.verify()
+            check.verify()
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where the pipeline's tensors are."""
         return tensor.to(self.device)
-
-
-def _limits(deadline_s: float, close_deadline_s: float | None) -> dict[str, float]:
-    return {
-        "deadline_s": deadline_s,
-        "first_deadline_s": deadline_s,
-        "close_deadline_s": close_deadline_s or deadline_s,
-    }

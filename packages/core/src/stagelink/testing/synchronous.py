@@ -17,6 +17,7 @@ from typing import cast
 import torch
 
 from stagelink.testing.wrapping import (
+    Accept,
     WrappedDone,
     WrappedPort,
     WrappedReceiver,
@@ -121,12 +122,7 @@ class _Receiver(WrappedReceiver):
     next = 0
 
     def begin(
-        self,
-        header: Header,
-        note: bytes,
-        fds: Sequence[int],
-        accept: Callable[[], torch.Tensor],
-        done: Done,
+        self, header: Header, note: bytes, fds: Sequence[int], accept: Accept, done: Done
     ) -> None:
         taken = partial(cast("_MarkedPort", self.port).taken, self.next)
         self.next += 1

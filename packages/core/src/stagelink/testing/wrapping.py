@@ -23,6 +23,8 @@ from stagelink.transport.contract import (
 from stagelink.transport.header import Header
 
 __all__ = [
+    "Accept",
+    "E",
     "WrappedDone",
     "WrappedEnd",
     "WrappedPort",
@@ -31,6 +33,7 @@ __all__ = [
     "wrapped",
 ]
 
+Accept = Callable[[], torch.Tensor]
 E = TypeVar("E", bound=Sender | Receiver)
 
 
@@ -67,12 +70,7 @@ class WrappedReceiver(WrappedEnd[Receiver], Receiver):
     """A receiver that passes every call on."""
 
     def begin(
-        self,
-        header: Header,
-        note: bytes,
-        fds: Sequence[int],
-        accept: Callable[[], torch.Tensor],
-        done: Done,
+        self, header: Header, note: bytes, fds: Sequence[int], accept: Accept, done: Done
     ) -> None:
         self.inner.begin(header, note, fds, accept, done)
 
