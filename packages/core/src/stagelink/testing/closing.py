@@ -103,7 +103,7 @@ def closes_with_a_queue(
 
     if "late" in how:
         subject = subject.wrapped(lambda transport: _late(transport, wait))
-    count = 2 * subject.transport().capabilities.in_flight + 4
+    count = 2 * subject.capabilities.in_flight + 4
     plan_of = partial(Subject.plan, window=2 * count, deadline_s=subject.patience_s)
     try:
         with subject.join(rank, world_size, store, plan_of) as comm:
@@ -204,7 +204,8 @@ class _Sender(WrappedSender):
             self._wait()
 
         begin = partial(self._begin, message, announce_and_wait, done)
-        self._finisher.submit(begin, _Failure(done))
+        # When that returns it has begun: the sender inside says when it is done.
+        self._finisher.submit(begin, WrappedDone(done, lambda _: None))
         return True
 
     def _begin(self, message: Message, announce: Announce, done: Done) -> None:
@@ -220,8 +221,3 @@ class _Sender(WrappedSender):
     def close(self, deadline: Deadline) -> None:
         self._finisher.close(deadline)
         super().close(deadline)
-
-
-class _Failure(WrappedDone):
-    def __call__(self, payload: torch.Tensor | None = None) -> None:
-        """Begun: the sender inside says when it is done."""

@@ -45,7 +45,7 @@ from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.programs import Pass
 from stagelink.testing.ranks import RankPool, run_fresh, run_threads
 from stagelink.testing.subject import Subject
-from stagelink.transport.contract import Capabilities, Link, Place, Transport, Verdict
+from stagelink.transport.contract import Link, Place, Transport, Verdict
 
 __all__ = ["TransportConformance", "ready", "runner"]
 
@@ -179,7 +179,7 @@ class TransportConformance:
 
     def test_ranks_as_threads(self, run: Callable[..., Any], subject: Subject) -> None:
         """Ranks may be threads of one process as well."""
-        capabilities = _capabilities(subject)
+        capabilities = subject.capabilities
         if capabilities.distinct_processes:
             pytest.skip(f"{subject.name!r} needs its ends in two processes")
         if capabilities.same_process:
@@ -240,7 +240,7 @@ class TransportConformance:
 
     def test_a_peer_that_dies_is_no_end_of_a_message(self, subject: Subject) -> None:
         """Nor is one whose sender's process has died half way."""
-        if _capabilities(subject).same_process:
+        if subject.capabilities.same_process:
             pytest.skip(f"ranks of {subject.name!r} are threads of one process")
         with run_fresh(interruptions.check_died, 2, subject) as ranks:
             outcome = ranks.outcomes(2 * _TOLD_S)[1]
@@ -267,7 +267,7 @@ class TransportConformance:
     @pytest.mark.parametrize("victim", [0, 1])
     def test_killed_peer(self, subject: Subject, victim: int, size_bytes: int) -> None:
         """A rank that is killed ends the other's wait with its number, also in mid-payload."""
-        if _capabilities(subject).same_process:
+        if subject.capabilities.same_process:
             pytest.skip(f"ranks of {subject.name!r} are threads of one process")
         survivor = 1 - victim
         with run_fresh(drivers.sends_for_ever, 2, subject, size_bytes) as ranks:
@@ -330,15 +330,11 @@ def runner(subject: Subject, rank_pool: RankPool) -> Callable[..., Any]:
 
     def run(driver: Callable[..., _T], *args: Any, ranks: int = 2, **how: Any) -> list[_T]:
         played = replace(subject, **how)
-        if _capabilities(subject).same_process:
+        if subject.capabilities.same_process:
             return run_threads(driver, ranks, played, *args)
         return rank_pool.run(driver, ranks, played, *args)
 
     return run
-
-
-def _capabilities(subject: Subject) -> Capabilities:
-    return subject.transport().capabilities
 
 
 def _judge(found: Sequence[str]) -> None:

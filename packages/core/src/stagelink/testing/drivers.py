@@ -67,7 +67,7 @@ def _check(what: str, got: torch.Tensor | None, sent: torch.Tensor) -> None:
 
 def sends_values(rank: int, world_size: int, store: Store, subject: Subject) -> None:
     """Every dtype, shape and layout arrives bit by bit, forward and back."""
-    dtypes = subject.transport().capabilities.dtypes
+    dtypes = subject.capabilities.dtypes
     tensors = [
         subject.on_device(tensor)
         for tensor in awkward_tensors()
@@ -262,7 +262,7 @@ def raises_in_user_code(rank: int, world_size: int, store: Store, subject: Subje
             comm.reduce([0.0])
             with comm.train(4) as session:
                 if rank == 1:
-                    _make_a_mistake()
+                    raise ValueError("the user's own mistake")  # noqa: TRY301 - a user's would be
                 tensor = subject.on_device(torch.ones(100_000)).requires_grad_()
                 session.send("e0", tensor, 0)
                 session.recv_grad("e0", 0)
@@ -271,10 +271,6 @@ def raises_in_user_code(rank: int, world_size: int, store: Store, subject: Subje
     except Exception as error:  # its text is the result
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
-
-
-def _make_a_mistake() -> None:
-    raise ValueError("the user's own mistake")
 
 
 def sends_for_ever(

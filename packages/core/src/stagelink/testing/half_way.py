@@ -23,6 +23,7 @@ from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError
 from stagelink.exchange.handles import SendHandle
 from stagelink.exchange.session import Session
+from stagelink.exchange.threads import RankThread
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.samples import difference, tensors_of_sizes
 from stagelink.testing.subject import Subject
@@ -145,22 +146,13 @@ class Side:
 
     def call(self, which: str, call: Callable[[], object]) -> str:
         """Make a call that is to raise TimeoutError, on a thread that may hang."""
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                call()
-            except BaseException as error:  # for the thread that looks
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="interrupted call", daemon=True)
-        thread.start()
+        thread = RankThread(0, lambda _: call())
         thread.join(DEADLINE_S + self._patience_s)
         if thread.is_alive():
             late = f"it still blocks {self._patience_s:g} s after"
             return f"a {which} ignores its deadline: {late}"
-        if errors and not isinstance(errors[0], TimeoutError):
-            return f"a {which} raises {errors[0]!r} at its deadline, where TimeoutError is due"
+        if thread.error is not None and not isinstance(thread.error, TimeoutError):
+            return f"a {which} raises {thread.error!r} at its deadline, where TimeoutError is due"
         return ""
 
     def arrival(self, gone: str, timeout_s: float = 0.0) -> str:

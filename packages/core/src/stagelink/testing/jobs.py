@@ -60,7 +60,12 @@ class Job:
 
     def load(self) -> Callable[..., Any]:
         """Find the function in this process; imports its module."""
-        module = _imported(self.module, self.file) or _import_file(self.module, self.file)
+        try:
+            module = importlib.import_module(self.module)
+        except ImportError:
+            module = None
+        if module is None or os.path.abspath(getattr(module, "__file__", None) or "") != self.file:
+            module = _import_file(self.module, self.file)
         found: Callable[..., Any] = attrgetter(self.function)(module)
         return found
 
@@ -81,15 +86,6 @@ class Task:
         arguments = pickle.loads(self.job.arguments)
         store = FileStore(self.store, self.world_size)
         return function(self.rank, self.world_size, store, *arguments)
-
-
-def _imported(name: str, file: str) -> ModuleType | None:
-    """The module if it can be imported by name and is really that file."""
-    try:
-        module = importlib.import_module(name)
-    except ImportError:
-        return None
-    return module if os.path.abspath(getattr(module, "__file__", None) or "") == file else None
 
 
 def _import_file(name: str, file: str) -> ModuleType:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,13 @@ def _descriptors() -> Holdings:
 
 def _processes() -> Holdings:
     """Every process that this one started, directly or not, and that is still there."""
+    parents: dict[int, tuple[int, str]] = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            # The name itself may contain spaces and brackets.
+            head, _, tail = Path("/proc", entry, "stat").read_text().rpartition(")")
+            parents[int(entry)] = (int(tail.split()[1]), head.partition("(")[2])
     found: Holdings = {}
-    parents = {pid: (parent, name) for pid, parent, name in _all_processes()}
     for pid, (parent, name) in parents.items():
         ancestor = parent
         while ancestor in parents and ancestor != os.getpid():
@@ -49,17 +54,6 @@ def _processes() -> Holdings:
         if ancestor == os.getpid():
             found[pid] = f"process {pid} ({name})"
     return found
-
-
-def _all_processes() -> Iterator[tuple[int, int, str]]:
-    """Pid, parent's pid and name."""
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            stat = Path("/proc", entry, "stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            continue
-        head, _, tail = stat.rpartition(")")  # the name itself may contain spaces and brackets
-        yield int(entry), int(tail.split()[1]), head.partition("(")[2]
 
 
 def _shared_memory() -> Holdings:

@@ -31,38 +31,23 @@ _DTYPES = ("float32", "bfloat16", "int64", "uint8", "complex64")
 
 @dataclass(frozen=True)
 class Parcel:
-    """One message.
-
-    Attributes:
-        edge: number of its edge.
-        microbatch: its id.
-        items: how many elements it has.
-        dtype: name of their type.
-        copy: whether the sender overwrites the tensor right after the send.
-        read: whether anybody receives it; in training everything is.
-    """
+    """One message."""
 
     edge: int
     microbatch: int
     items: int
     dtype: str
-    copy: bool
-    read: bool
+    copy: bool  # the sender overwrites the tensor right after the send
+    read: bool  # somebody receives it; in training everything is received
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One session.
-
-    Attributes:
-        trains: whether gradients come back.
-        parcels: its messages.
-        order: numbers of parcels; the nth time that one comes up, its nth step is taken.
-    """
+    """One session; gradients come back if it trains."""
 
     trains: bool
     parcels: Sequence[Parcel]
-    order: Sequence[int]
+    order: Sequence[int]  # of parcels; the nth time that one comes up, its nth step is taken
 
 
 def programs() -> SearchStrategy[list[Pass]]:
@@ -142,11 +127,7 @@ def _tensor(subject: Subject, parcel: Parcel, *, trains: bool) -> torch.Tensor:
 def _told(got: torch.Tensor | None, key: tuple[str, int], seen: list[str]) -> torch.Tensor:
     if got is None:
         raise AssertionError(f"None arrived as {key}")
-    digest = _digest(got)
+    raw: Any = got.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    digest = hashlib.sha256(raw.tobytes()).hexdigest()[:12]
     seen.append(f"{key[0]} {key[1]}: {got.dtype} {tuple(got.shape)} {got.requires_grad} {digest}")
     return got
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    raw: Any = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(raw.tobytes()).hexdigest()[:12]

@@ -80,12 +80,15 @@ class RankProcesses(Generic[T]):
             RankFailedError: it ended without.
         """
         deadline = Deadline(timeout_s)
-        while (found := self._next_event(rank, event)) is None:
+        events = self._events[rank]
+        while True:
+            while events:
+                if (found := events.popleft()).name == event:
+                    return found.value
             if rank in self._outcomes:
                 raise RankFailedError(self._name, [self._outcomes[rank]])
             if not self._pump(deadline):
                 raise TimeoutError(f"rank {rank} did not report {event!r} within {timeout_s:g} s")
-        return found.value
 
     def outcomes(self, timeout_s: float = 30.0) -> list[Outcome]:
         """Block until every rank's function has ended, and say how, by rank.
@@ -130,14 +133,6 @@ class RankProcesses(Generic[T]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _next_event(self, rank: int, name: str) -> Event | None:
-        events = self._events[rank]
-        while events:
-            event = events.popleft()
-            if event.name == name:
-                return event
-        return None
 
     def _running(self) -> list[int]:
         return [rank for rank in range(len(self._workers)) if rank not in self._outcomes]

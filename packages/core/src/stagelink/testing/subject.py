@@ -17,7 +17,7 @@ from stagelink.plan import Plan
 from stagelink.plugins.plugins import Plugins
 from stagelink.testing.contract_check import PATIENCE_S, ContractCheck, checked
 from stagelink.testing.synchronous import synchronous
-from stagelink.transport.contract import Transport
+from stagelink.transport.contract import Capabilities, Transport
 
 __all__ = ["DEADLINE_S", "Subject"]
 
@@ -97,6 +97,11 @@ class Subject:
     def transport(self) -> type[Transport]:
         """Its class."""
         return Plugins(self.classes).load(self.name)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The class's."""
+        return self.transport().capabilities
 
     def wrapped(self, wrap: Callable[[type[Transport]], type[Transport]]) -> Subject:
         """The same with its class wrapped; by another name, since the class's own is taken."""

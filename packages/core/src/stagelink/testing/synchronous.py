@@ -124,19 +124,14 @@ class _Receiver(WrappedReceiver):
     def begin(
         self, header: Header, note: bytes, fds: Sequence[int], accept: Accept, done: Done
     ) -> None:
-        taken = partial(cast("_MarkedPort", self.port).taken, self.next)
+        tell = partial(cast("_MarkedPort", self.port).taken, self.next)
         self.next += 1
-        self.inner.begin(header, note, fds, accept, _Receiving(done, taken))
+
+        def taken(payload: torch.Tensor | None) -> None:
+            tell()
+            done(payload)
+
+        self.inner.begin(header, note, fds, accept, WrappedDone(done, taken))
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         self.inner.on_note(note.removeprefix(_INNER), fds)
-
-
-class _Receiving(WrappedDone):
-    def __init__(self, done: Done, taken: Callable[[], None]) -> None:
-        super().__init__(done)
-        self._taken = taken
-
-    def __call__(self, payload: torch.Tensor | None = None) -> None:
-        self._taken()
-        self.done(payload)

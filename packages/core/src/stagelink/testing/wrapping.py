@@ -76,13 +76,21 @@ class WrappedReceiver(WrappedEnd[Receiver], Receiver):
 
 
 class WrappedDone:
-    """Core's `Done`; for a wrapper that delays or judges completion to give to the end inside."""
+    """Core's `Done`; for a wrapper that delays or judges completion to give to the end inside.
 
-    def __init__(self, done: Done) -> None:
+    Args:
+        done: core's.
+        instead: called in its place when the message is done, with the payload.
+    """
+
+    def __init__(
+        self, done: Done, instead: Callable[[torch.Tensor | None], object] | None = None
+    ) -> None:
         self.done = done
+        self._instead = instead or done
 
     def __call__(self, payload: torch.Tensor | None = None) -> None:
-        self.done(payload)
+        self._instead(payload)
 
     def failed(self, error: BaseException) -> None:
         self.done.failed(error)
