@@ -15,11 +15,12 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stagelink.testing import LeakCheck, RankPool
+if TYPE_CHECKING:  # at run time that would load torch
+    from stagelink.testing import LeakCheck, RankPool
 
 __all__ = ["leak_check", "rank_pool"]
 
