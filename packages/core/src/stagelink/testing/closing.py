@@ -65,10 +65,7 @@ def _empty_folder() -> Iterator[Callable[[], list[str]]]:
 
 
 def _use_once(rank: int, world_size: int, store: Store, subject: Subject) -> None:
-    with (
-        subject.join(rank, world_size, store) as comm,
-        comm.train(2) as session,
-    ):
+    with subject.join(rank, world_size, store) as comm, comm.train(2) as session:
         echo(session, rank, [subject.on_device(torch.ones(5000)) for _ in range(2)])
 
 

@@ -73,10 +73,7 @@ def sends_values(rank: int, world_size: int, store: Store, subject: Subject) -> 
         for tensor in awkward_tensors()
         if dtypes is None or str(tensor.dtype).removeprefix("torch.") in dtypes
     ]
-    with (
-        subject.join(rank, world_size, store) as comm,
-        comm.train(len(tensors)) as session,
-    ):
+    with subject.join(rank, world_size, store) as comm, comm.train(len(tensors)) as session:
         echo(session, rank, tensors)
 
 
@@ -227,10 +224,7 @@ def opens_many_edges(rank: int, world_size: int, store: Store, subject: Subject)
 
 def opens_in_a_triangle(rank: int, world_size: int, store: Store, subject: Subject) -> None:
     """Three ranks, each linked with both others, and messages on all six links."""
-    with (
-        subject.join(rank, world_size, store, Subject.triangle) as comm,
-        comm.train(4) as session,
-    ):
+    with subject.join(rank, world_size, store, Subject.triangle) as comm, comm.train(4) as session:
         for microbatch in range(4):
             sent = subject.on_device(torch.full((5000,), float(microbatch)))
             taken = []

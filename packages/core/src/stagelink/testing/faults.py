@@ -132,10 +132,7 @@ def faulty(
         The class, to be registered as any other.
     """
     return wrapped(
-        transport,
-        name,
-        sender=partial(_Sender, faults),
-        receiver=partial(_Receiver, faults),
+        transport, name, sender=partial(_Sender, faults), receiver=partial(_Receiver, faults)
     )
 
 

@@ -67,10 +67,7 @@ def half_way(
     stopped = subject.wrapped(side.wrap)
     plan = stopped.plan(close_deadline_s=2 * subject.patience_s)
     try:
-        with (
-            stopped.connect(plan, rank, world_size, store) as comm,
-            comm.evaluate(2) as session,
-        ):
+        with stopped.connect(plan, rank, world_size, store) as comm, comm.evaluate(2) as session:
             if rank == 0:
                 session.send("e0", side.payload[:1000], 0)
             else:

@@ -110,11 +110,7 @@ class Subject:
 
     @contextmanager
     def join(
-        self,
-        rank: int,
-        world_size: int,
-        store: Store,
-        plan_of: Callable[[Subject], Plan] = plan,
+        self, rank: int, world_size: int, store: Store, plan_of: Callable[[Subject], Plan] = plan
     ) -> Iterator[Handler]:
         """Join the others by ``plan_of``'s plan, with the transport held against the contract.
 
