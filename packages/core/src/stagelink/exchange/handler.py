@@ -339,7 +339,7 @@ class Handler:
         self._plane.failure.check_reported()
         if lost:
             text = ", ".join(f"{count} on {link}" for link, count in lost.items())
-            if all(link.target in self._plane.goodbyes.ended for link in lost):
+            if self._engine.node.wiring.receivers_closed:
                 raise PeerClosedError(f"rank {self.rank}: not delivered, the peer closed: {text}")
             raise DeadlineError(f"rank {self.rank}: not delivered within {seconds:g} s: {text}")
 

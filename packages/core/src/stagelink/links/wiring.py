@@ -56,6 +56,7 @@ class Wiring:
         towards: the routes that begin here, by peer.
         links_to: the links that carry those, by peer.
         counters: totals per link.
+        receivers_closed: whether it is their receivers' doing that `drain` left messages behind.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Wiring:
         self.towards: defaultdict[int, list[OutRoute]] = defaultdict(list)
         self.links_to: defaultdict[int, set[OutLink]] = defaultdict(set)
         self.counters: dict[Link, LinkCounters] = {}
+        self.receivers_closed = False
         self._plan = plan
         self._windows: Counter[Link] = Counter()
         self._begun_with: Sequence[int] = ()
@@ -316,6 +318,8 @@ class Wiring:
         )
         for route in self.out.values():
             lost[route.link.link] += route.window.waiting
+        # Not later: this rank's own goodbye, when time is up, may be why a peer closes.
+        self.receivers_closed = all(link.target in self.plane.goodbyes.ended for link in +lost)
         return dict(+lost)
 
     def _drained(self) -> bool:
