@@ -39,7 +39,11 @@ class _Step(NamedTuple):
 
 
 class Chain:
-    """Waits of one rank, and what it hears of the others'."""
+    """Waits of one rank, and what it hears of the others'.
+
+    Attributes:
+        waits: what each thread waits for, by its identifier.
+    """
 
     def __init__(
         self,
@@ -54,17 +58,9 @@ class Chain:
         self._peers = peers
         self._post = post
         self._wait = wait
-        self._mine: dict[int, Awaited] = {}
+        self.waits: dict[int, Awaited] = {}
         self._heard: dict[int, dict[int, _Step]] = {}
         self._asked = 0
-
-    def begin(self, awaited: Awaited) -> None:
-        """The calling thread waits from now on, until `end`."""
-        self._mine[threading.get_ident()] = awaited
-
-    def end(self) -> None:
-        """The calling thread waits no more. Silent where it did not."""
-        self._mine.pop(threading.get_ident(), None)
 
     def explain(self, awaited: Awaited) -> str:
         """Ask why what is waited for does not come; blocks for a second at most.
@@ -81,12 +77,12 @@ class Chain:
         with self._reader.lock:
             number, self._asked = self._asked, self._asked + 1
             heard = self._heard[number] = {}
-        self.begin(awaited)  # others may ask at this very moment
+        self.waits[threading.get_ident()] = awaited  # others may ask at this very moment
         try:
             self._ask(peer, number, [self._rank])
             self._wait(lambda: self._is_whole(peer, heard), Deadline(_ANSWER_S))
         finally:
-            self.end()
+            self.waits.pop(threading.get_ident(), None)
             del self._heard[number]
         return self._told(peer, heard)
 
@@ -141,7 +137,7 @@ class Chain:
             self._say(path[-2], number, path[:-1], fields)
 
     def _answer(self, peer: int, number: int, path: list[int]) -> None:
-        mine = next(iter(tuple(self._mine.values())), None)
+        mine = next(iter(tuple(self.waits.values())), None)
         step = {"rank": self._rank, "peer": None, "what": ""}
         if mine is not None:
             step |= {"peer": mine.peer, "what": mine.what()[:_MAX_TEXT]}

@@ -18,7 +18,7 @@ import socket
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -74,6 +74,7 @@ class Connection:
         greeted: whether this end has said HELLO; only then may it say anything else.
         ended: whether the end of the peer's stream was read.
         lost_by: the system's error that broke the connection; None where there was none.
+        handed_over: frames of the other end, where that is in this process; see `handed`.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Connection:
         self._out: deque[_Chunk] = deque()
         self._writes = _Writes.OPEN
         self._twin: Connection | None = None
-        self._handed: deque[Frame] = deque()
+        self.handed_over: deque[Frame] = deque()
         # One buffer for all reads: a fresh one of this size costs more than the system call.
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._framing = Framing(check_proof)
@@ -157,10 +158,10 @@ class Connection:
             self._twin = _connections.get(number)
 
     def _take_over(self, frame: Frame) -> None:
-        self._handed.append(frame)
+        self.handed_over.append(frame)
         if self._writes is _Writes.CLOSED:
             self._drop_handed()
-        elif len(self._handed) == 1:  # else somebody has been told, and takes what is here
+        elif len(self.handed_over) == 1:  # else somebody has been told, and takes what is here
             self._on_handed(self)
 
     def flush(self) -> bool:
@@ -235,12 +236,18 @@ class Connection:
 
     # -- in
 
-    def read(self) -> Iterator[Frame]:
+    def read(self) -> Iterable[Frame]:
         """The frames that have arrived; sets `ended` at the end of the stream. Never blocks.
 
         Raises:
-            ProtocolError: the bytes are no frames of this protocol.
+            ProtocolError: the bytes are no frames of this protocol; also while they are iterated.
         """
+        if not self._framing.trusted:
+            return self._read_stranger()
+        count = self._receive(READ_BYTES, fds=self._passes_fds)
+        return self._framing.frames(bytes(self._buffer[:count])) if count else ()
+
+    def _read_stranger(self) -> Iterator[Frame]:
         stranger = True
         while stranger:  # of whom nothing but its HELLO is read
             stranger = not self._framing.trusted
@@ -251,18 +258,18 @@ class Connection:
 
     def handed(self) -> Iterator[Frame]:
         """The frames that the other end has handed over, if it is in this process."""
-        for _ in range(len(self._handed)):
+        for _ in range(len(self.handed_over)):
             try:
-                yield self._handed.popleft()
+                yield self.handed_over.popleft()
             except IndexError:  # another thread has closed the connection meanwhile
                 return
-        if self._handed:  # what has come meanwhile has its turn after others
+        if self.handed_over:  # what has come meanwhile has its turn after others
             self._on_handed(self)
 
     def _drop_handed(self) -> None:
-        while self._handed:
+        while self.handed_over:
             with suppress(IndexError):
-                close_all(self._handed.popleft().fds)
+                close_all(self.handed_over.popleft().fds)
 
     def forget(self) -> None:
         """Give up, in a forked child, what it inherited; the parent's end goes on."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from stagelink.errors import ProtocolError
-from stagelink.transport.header import HEADER_BYTES, Header, MessageKind
+from stagelink.transport.header import HEADER_BYTES, Flag, Header, MessageKind
 
 __all__ = [
     "MAX_FDS",
@@ -92,8 +92,24 @@ class Framing:
         """Take descriptors, which came with the first of the bytes that are fed next."""
         self._fds.extend(fds)
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def frames(self, data: bytes) -> Iterable[Frame]:
+        """The frames that are complete with these bytes, of a peer that is trusted; as `feed`."""
+        size = len(data)
+        if self._held or self._fds or size < HEADER_BYTES:
+            return self.feed(data)
+        header = Header.unpack(data)
+        split = HEADER_BYTES + header.note_bytes
+        end = split + header.payload_bytes if header.flags & Flag.INLINE else split
+        if end != size or header.fds:
+            return self.feed(data, header)
+        return (tuple.__new__(Frame, (header, data[HEADER_BYTES:split], data[split:], [])),)
+
+    def feed(self, data: bytes, first: Header | None = None) -> Iterator[Frame]:
         """Yield the frames that are complete with these bytes.
+
+        Args:
+            data: the bytes.
+            first: their first frame's header, where that was looked at.
 
         Raises:
             ProtocolError: the bytes are no frames of this protocol, or no stranger's HELLO.
@@ -111,7 +127,7 @@ class Framing:
         at, size = 0, len(data)
         self._needed, self._begun = HEADER_BYTES, None
         while size - at >= HEADER_BYTES:
-            header = Header.unpack(data, at)
+            header, first = first or Header.unpack(data, at), None
             body = at + HEADER_BYTES
             end = body + header.body_bytes
             if end > size:

@@ -11,6 +11,8 @@ import errno
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from select import EPOLLOUT
+from threading import get_ident
 from typing import Any
 
 from stagelink.control.chain import Awaited, Chain
@@ -20,7 +22,6 @@ from stagelink.control.failure import Failure, State
 from stagelink.control.framing import decode, encode
 from stagelink.control.goodbyes import Goodbyes
 from stagelink.control.reader import Reader
-from stagelink.control.watches import readable, writable
 from stagelink.deadline import Deadline
 from stagelink.errors import PeerLostError, ProtocolError, UsageError
 from stagelink.transport.header import Header, MessageKind
@@ -129,22 +130,28 @@ class Plane:
         check()  # before the lock: in a forked child nobody may ever release it
         try:
             if awaited is not None:
-                self.chain.begin(awaited)
+                self.chain.waits[get_ident()] = awaited
             return self.reader.wait(ready, deadline, check)
         except BaseException as error:
             self.failure.interrupted(error)
             raise
         finally:
             if awaited is not None:
-                self.chain.end()
+                self.chain.waits.pop(get_ident(), None)
 
     # -- reading
 
-    def _on_ready(self, connection: Connection, mask: int) -> None:
-        if writable(mask):
+    def _on_ready(self, connection: Connection, mask: int) -> None:  # noqa: C901 - a frame fewer
+        if mask & EPOLLOUT:
             self._flush(connection)
+        can_read = mask & ~EPOLLOUT  # be it an error or the end
         try:
-            self._read(connection, mask)
+            if can_read:
+                for frame in connection.read():
+                    self._dispatch(connection, frame)
+            if connection.handed_over and connection.peer is not None:  # else HELLO comes first
+                for frame in connection.handed():
+                    self._dispatch(connection, frame)
         except ProtocolError as error:
             if stops_caller(error):
                 raise
@@ -155,16 +162,8 @@ class Plane:
                 ) from error
             self.door.refuse(connection, error)
             return
-        if connection.ended and readable(mask):
+        if connection.ended and can_read:
             self._on_end(connection)
-
-    def _read(self, connection: Connection, mask: int) -> None:
-        if readable(mask):
-            for frame in connection.read():
-                self._dispatch(connection, frame)
-        if connection.peer is not None:  # else its HELLO is still in the socket
-            for frame in connection.handed():
-                self._dispatch(connection, frame)
 
     def _flush(self, connection: Connection) -> None:
         if not connection.flush():

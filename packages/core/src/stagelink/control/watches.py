@@ -19,7 +19,7 @@ from functools import partial
 from stagelink.deadline import Deadline
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Action", "Bell", "Waker", "Watch", "Watches", "event_mask", "readable", "writable"]
+__all__ = ["Action", "Bell", "Waker", "Watch", "Watches", "event_mask"]
 
 _ACTION_S = 2.0
 """How long the end of a watch waits for an action, which must not take 1 ms."""
@@ -197,13 +197,3 @@ class Watches:
 def event_mask(*, writes: bool) -> int:
     """The events of a descriptor: input, and also room to write where that is wanted."""
     return select.EPOLLIN | (select.EPOLLOUT if writes else 0)
-
-
-def writable(mask: int) -> bool:
-    """Whether a mask says that the socket can be written."""
-    return bool(mask & select.EPOLLOUT)
-
-
-def readable(mask: int) -> bool:
-    """Whether a mask says that the socket can be read, be it an error or the end."""
-    return bool(mask & ~select.EPOLLOUT)

@@ -6,6 +6,7 @@ arrival, tags and transports play no part, so receives may come in any order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from stagelink.errors import ProtocolError
@@ -22,12 +23,14 @@ class Inbox(Generic[A]):
     """Arrivals by key; used under the plane's lock.
 
     Attributes:
+        get: gives the arrival with a key, which stays; None where there is none.
         held_bytes: of the payloads of all arrivals, in whole, also where they are still coming.
     """
 
     def __init__(self) -> None:
         self.held_bytes = 0
         self._arrivals: dict[Key, A] = {}
+        self.get: Callable[[Key], A | None] = self._arrivals.get
         self._last: dict[tuple[int, int, Direction, int], int] = {}
 
     def put(self, arrival: A) -> None:
@@ -45,10 +48,6 @@ class Inbox(Generic[A]):
         self._arrivals[key] = arrival
         self.held_bytes += arrival.header.payload_bytes
         self._last[key.session, key.edge, key.direction, arrival.peer] = key.microbatch
-
-    def get(self, key: Key) -> A | None:
-        """The arrival with this key, which stays."""
-        return self._arrivals.get(key)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._arrivals

@@ -227,7 +227,11 @@ class Incoming:
             began = arrived = time.monotonic()
             arrival = None
             while arrival is None:  # in its place there may be another: a refusal's second try
-                arrived = self._wait_arrived(route, key, deadline)
+                if self.inbox.get(key) is None:
+                    ready, awaited = partial(self._arrived, route, key), _awaited(route, key)
+                    if not self._plane.wait(ready, deadline, awaited):
+                        raise self._late(route, key, deadline, "nothing came", awaited)  # noqa: TRY301
+                arrived = time.monotonic()
                 with self._plane.lock:
                     arrival = self.inbox.take_whole(key)
                 if arrival is None:
@@ -274,15 +278,10 @@ class Incoming:
         Raises:
             DeadlineError, PeerClosedError, StagelinkError: as `take`.
         """
-        self._wait_arrived(route, key, deadline)
-        self._wait_settled(route, key, deadline)
-
-    def _wait_arrived(self, route: InRoute, key: Key, deadline: Deadline) -> float:
-        """Wait for a message's header; the moment at which it was here."""
-        if key not in self.inbox:
+        if self.inbox.get(key) is None:
             ready = partial(self._arrived, route, key)
             self._wait(route, key, ready, deadline, "nothing came")
-        return time.monotonic()
+        self._wait_settled(route, key, deadline)
 
     def _wait_settled(self, route: InRoute, key: Key, deadline: Deadline) -> None:
         self._plane.check()
@@ -317,10 +316,15 @@ class Incoming:
         Raises:
             DeadlineError: time ran out.
         """
-        awaited = Awaited(route.peer, lambda: f"{route.edge.name!r}, {key}")
+        awaited = _awaited(route, key)
         if not self._plane.wait(ready, deadline, awaited):
-            why = self._plane.chain.explain(awaited)
-            raise DeadlineError(self._missing(route, key, deadline, what) + why)
+            raise self._late(route, key, deadline, what, awaited)
+
+    def _late(
+        self, route: InRoute, key: Key, deadline: Deadline, what: str, awaited: Awaited
+    ) -> DeadlineError:
+        why = self._plane.chain.explain(awaited)
+        return DeadlineError(self._missing(route, key, deadline, what) + why)
 
     def _settled(self, route: InRoute, key: Key, arrival: Arrival) -> bool:
         if not arrival.settled and route.link.given_up:
@@ -331,7 +335,7 @@ class Incoming:
         return arrival.settled
 
     def _arrived(self, route: InRoute, key: Key) -> bool:
-        if key in self.inbox:
+        if self.inbox.get(key) is not None:
             return True
         if self._sessions.lost(route.peer, key):
             self._sessions.check_peer(route.peer, key, self._expected(route, key))
@@ -350,3 +354,7 @@ class Incoming:
             f"{route.edge.name!r} within {deadline.seconds:g} s; expected {key}, got {before} in "
             "this session"
         )
+
+
+def _awaited(route: InRoute, key: Key) -> Awaited:
+    return tuple.__new__(Awaited, (route.peer, lambda: f"{route.edge.name!r}, {key}"))
