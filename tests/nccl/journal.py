@@ -41,14 +41,14 @@ class Entry(NamedTuple):
 
     Attributes:
         operation: which.
-        thread: that issued it.
+        thread: that issued it, with its name, since numbers are given again.
         held: when the slot was taken for it, or None if it was not held when it was issued.
         issued: when.
         freed: when the slot was let go, or None if it was so before.
     """
 
     operation: Operation
-    thread: int
+    thread: str
     held: float | None
     issued: float
     freed: float | None
@@ -151,5 +151,7 @@ class _Writer:
         held = self._since if self._holder is user else None
         if held is not None:
             self._open = len(self.entries)
-        entry = Entry(operation, threading.get_ident(), held, time.monotonic(), None)
+        here = threading.current_thread()
+        thread = f"{here.name} {here.ident}"
+        entry = Entry(operation, thread, held, time.monotonic(), None)
         self.entries.append(entry)

@@ -81,7 +81,7 @@ def test_a_build_that_breaks_a_rule(how: str, rank_pool: RankPool) -> None:
 def _entries(*operations: tuple[int, int, int]) -> Journal:
     """Issued one after the other, with everything that is asked for."""
     return [
-        Entry(Operation(*operation), 1, 10.0 * when, 10.0 * when + 1, 10.0 * when + 2)
+        Entry(Operation(*operation), "issuer", 10.0 * when, 10.0 * when + 1, 10.0 * when + 2)
         for when, operation in enumerate(operations)
     ]
 
