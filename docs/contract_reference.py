@@ -25,7 +25,7 @@ CLASSES = (
     blocking.Finisher,
     contract.Message,
     contract.Link,
-    contract.Place,
+    contract.Endpoint,
     contract.Capabilities,
     contract.Verdict,
     contract.Footprint,

@@ -1,4 +1,4 @@
-"""transport-cupy on the double: tensors of the CPU play those of a GPU, and a lane its streams."""
+"""transport-cupy on the double: tensors of the CPU play those of a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from stagelink.transport.lanes import Lane, Moment
+from stagelink.transport.streams import Event, Stream
 from stagelink_cupy import Cupy
 from tests.cupy.double import CudaDouble
 from tests.cupy.machine import DoubleConfig
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from stagelink.transport.contract import Link
 
-__all__ = ["CupyOnDouble", "DoubleLane", "on_device"]
+__all__ = ["CupyOnDouble", "DoubleStream", "on_device"]
 
 NOT_WRITTEN = 0xA5
 _PATIENCE_S = 15.0
 
 
-class DoubleMoment(Moment):
+class DoubleMoment(Event):
     """An event of the double."""
 
     def __init__(self, rt: CudaDouble, device: int, stream: int) -> None:
@@ -61,7 +61,7 @@ def _current(rt: CudaDouble, device: int) -> Iterator[None]:
     rt.setDevice(before)
 
 
-class DoubleLane(Lane):
+class DoubleStream(Stream):
     """A stream of the double. The caller's stream is the host: whatever it called is done.
 
     Which GPU is current for the double it leaves as it is: torch and CuPy need not agree on that.
@@ -73,20 +73,20 @@ class DoubleLane(Lane):
     def __init__(self, rt: CudaDouble, device: int = 0) -> None:
         self._rt = rt
         self._device = device
-        free = self.streams[rt, device]  # kept for the next lane, as torch keeps them
+        free = self.streams[rt, device]  # kept for the next stream, as torch keeps them
         if not free:
             gc.collect()  # what only a reference cycle holds is not in use
         with _current(rt, device):
             self.handle = free.pop() if free else rt.streamCreateWithFlags(rt.streamNonBlocking)
         weakref.finalize(self, free.append, self.handle).atexit = False
 
-    def callers_moment(self) -> None:
+    def record_caller(self) -> None:
         """Everything is done."""
 
-    def moment(self) -> Moment:
+    def record(self) -> Event:
         return DoubleMoment(self._rt, self._device, self.handle)
 
-    def entered(self, after: Moment | None = None) -> AbstractContextManager[None]:
+    def entered(self, after: Event | None = None) -> AbstractContextManager[None]:
         assert after is None
         return nullcontext()
 
@@ -101,10 +101,10 @@ class DoubleLane(Lane):
         addresses = target.data_ptr(), source.data_ptr()
         self._rt.memcpyAsync(*addresses, source.numel(), self._rt.memcpyDefault, self.handle)
 
-    def kept(self, payload: torch.Tensor) -> torch.Tensor:
+    def cloned(self, payload: torch.Tensor) -> torch.Tensor:
         return payload.clone()
 
-    def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
+    def hand_to_caller(self, payload: torch.Tensor, moment: Event) -> None:
         began = time.monotonic()
         while not moment.reached:
             assert time.monotonic() - began < _PATIENCE_S
@@ -133,8 +133,8 @@ class CupyOnDouble(Cupy):
     def device(cls) -> int:
         return cls.number
 
-    def lane(self, link: Link) -> Lane:
-        return DoubleLane(self.rt, self.number)
+    def stream(self, link: Link) -> Stream:
+        return DoubleStream(self.rt, self.number)
 
 
 @contextmanager
@@ -144,4 +144,4 @@ def on_device(config: DoubleConfig, rank: int, number: int = 0) -> Iterator[Cuda
         patch.setattr(CupyOnDouble, "rt", rt)
         patch.setattr(CupyOnDouble, "number", number)
         yield rt
-        DoubleLane.streams.pop((rt, number), None)
+        DoubleStream.streams.pop((rt, number), None)

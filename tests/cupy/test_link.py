@@ -28,7 +28,7 @@ from tests.cupy.codes import Status
 from tests.cupy.double import CudaDouble
 from tests.cupy.driving import LITTLE, SLOT_BYTES, connected, held_bytes, options
 from tests.cupy.machine import DoubleConfig, Gpu
-from tests.cupy.on_double import DoubleLane, on_device
+from tests.cupy.on_double import DoubleStream, on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +59,7 @@ class Alone:
     rank, peer = 0, 1
 
     def __init__(self, rt: CudaDouble) -> None:
-        self.lane = DoubleLane(rt)
+        self.stream = DoubleStream(rt)
         self.notes: list[bytes] = []
         self.fds: list[int] = []
         self.failure: BaseException | None = None
@@ -132,7 +132,7 @@ def held(finisher: Finisher) -> Iterator[None]:
 def rt() -> Iterator[CudaDouble]:
     with CudaDouble(DoubleConfig(delay_s=0.0002)) as rt:
         yield rt
-        DoubleLane.streams.pop((rt, 0), None)
+        DoubleStream.streams.pop((rt, 0), None)
 
 
 @pytest.fixture(params=[False, True], ids=["host", "device"])
@@ -148,7 +148,7 @@ def port(rt: CudaDouble) -> Alone:
 @pytest.fixture
 def region(rt: CudaDouble, port: Alone, device_ordered: bool) -> Region:
     """Of this process's own memory, for either end: nobody can tell."""
-    region = Region(rt, 0, port.lane.handle, LITTLE)
+    region = Region(rt, 0, port.stream.handle, LITTLE)
     region.allocate()
     if device_ordered:
         region.make_events()
@@ -368,7 +368,7 @@ def lent(port: Alone, region: Region) -> Holding:
 
 
 def test_memory_is_freed_when_the_twin_says_so(rt: CudaDouble, port: Alone, lent: Holding) -> None:
-    twin = Holding(cast("Port", port), Region(rt, 0, port.lane.handle, LITTLE))
+    twin = Holding(cast("Port", port), Region(rt, 0, port.stream.handle, LITTLE))
     twin.answer(port.fds.pop())
     twin.close(Deadline(SOON_S))
     twin.give_back(Deadline(SOON_S))
@@ -397,7 +397,7 @@ def test_memory_of_a_twin_that_says_nothing_is_left(
 def test_memory_is_left_where_to_free_it_would_take_too_long(
     rt: CudaDouble, port: Alone, lent: Holding
 ) -> None:
-    twin = Holding(cast("Port", port), Region(rt, 0, port.lane.handle, LITTLE))
+    twin = Holding(cast("Port", port), Region(rt, 0, port.stream.handle, LITTLE))
     twin.answer(port.fds.pop())
     twin.close(Deadline(SOON_S))
     twin.give_back(Deadline(SOON_S))

@@ -13,7 +13,7 @@ import stagelink_cupy
 from stagelink.errors import PlanError
 from stagelink.plugins.offers import parse_options
 from stagelink.plugins.problems import transport_problems
-from stagelink.transport.contract import Link, Place
+from stagelink.transport.contract import Endpoint, Link
 from stagelink_cupy import Cupy, CupyOptions
 from tests.cupy.codes import Status
 from tests.cupy.double import CudaDouble
@@ -127,15 +127,15 @@ def _place(
     options: CupyOptions | None = None,
     *,
     device: int = 0,
-) -> Place:
+) -> Endpoint:
     with CudaDouble(config) as rt:
         monkeypatch.setattr(CupyOnDouble, "rt", rt)
         monkeypatch.setattr(CupyOnDouble, "number", device)
         said = CupyOnDouble(options or CupyOptions()).describe()
-    return Place(rank, "server", f"process {rank}", said)
+    return Endpoint(rank, "server", f"process {rank}", said)
 
 
-def _judged(one: Place, other: Place) -> str:
+def _judged(one: Endpoint, other: Endpoint) -> str:
     """Why not, or nothing; both ends say the same."""
     transport = CupyOnDouble(CupyOptions())
     verdict = transport.can_connect(LINK, one, other)
@@ -198,5 +198,5 @@ def test_options_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_it_does_not_link() -> None:
     said: dict[str, Any] = {}
     assert not CupyOnDouble(CupyOptions()).can_connect(
-        LINK, Place(0, "server", "one", {"options": {}}), Place(1, "server", "other", said)
+        LINK, Endpoint(0, "server", "one", {"options": {}}), Endpoint(1, "server", "other", said)
     )

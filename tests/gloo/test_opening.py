@@ -15,7 +15,7 @@ import stagelink_gloo
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 from stagelink.testing import run_fresh
-from stagelink.transport.contract import Link, Place
+from stagelink.transport.contract import Endpoint, Link
 from stagelink.transport.gloo_groups import VARIABLE
 from stagelink.transport.host import server_id
 from stagelink_gloo import Gloo, GlooOptions
@@ -99,8 +99,8 @@ def test_torch_s_variable_for_the_interface(monkeypatch: pytest.MonkeyPatch) -> 
     assert Gloo(GlooOptions()).describe()["named"] is None
 
 
-def _place(rank: int, host: str, *named: str) -> Place:
-    return Place(rank, host, f"{host}/{rank}", {"host": host, "named": named or None})
+def _place(rank: int, host: str, *named: str) -> Endpoint:
+    return Endpoint(rank, host, f"{host}/{rank}", {"host": host, "named": named or None})
 
 
 def test_no_loopback_between_hosts() -> None:

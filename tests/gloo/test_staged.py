@@ -14,7 +14,7 @@ from stagelink.testing.drivers import Subject
 from stagelink_gloo import Gloo, staged
 from tests.cupy.double import CudaDouble
 from tests.cupy.machine import DoubleConfig
-from tests.cupy.on_double import DoubleLane
+from tests.cupy.on_double import DoubleStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from stagelink.testing import RankPool
     from stagelink.transport.contract import Link
-    from stagelink.transport.lanes import Lane
+    from stagelink.transport.streams import Stream
 
 LO: dict[str, Any] = {"interface": "lo"}
 
@@ -34,9 +34,9 @@ class GlooOnDouble(Gloo):
     name = "gloo-on-double"
     rt: ClassVar[CudaDouble] = CudaDouble(DoubleConfig())
 
-    def lane(self, link: Link) -> Lane:
+    def stream(self, link: Link) -> Stream:
         del link
-        return DoubleLane(self.rt)
+        return DoubleStream(self.rt)
 
 
 class SlowGloo(GlooOnDouble):
@@ -55,15 +55,15 @@ class TestStaged(TransportConformance):
 def _without_waits() -> Iterator[None]:
     """Nobody waits for a copy; so that nobody writes to what is freed, nothing is."""
     kept: list[torch.Tensor] = []
-    copy = DoubleLane.copy
+    copy = DoubleStream.copy
 
-    def keeping(self: DoubleLane, target: torch.Tensor, source: torch.Tensor) -> None:
+    def keeping(self: DoubleStream, target: torch.Tensor, source: torch.Tensor) -> None:
         kept.extend((target, source))
         copy(self, target, source)
 
     with (
-        patch.object(staged, "reach", lambda *_: None),
-        patch.object(DoubleLane, "copy", keeping),
+        patch.object(staged, "synchronize", lambda *_: None),
+        patch.object(DoubleStream, "copy", keeping),
     ):
         yield
     SlowGloo.rt.deviceSynchronize()

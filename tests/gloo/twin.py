@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore
 from stagelink.deadline import Deadline
 from stagelink.transport.contract import Link, Message
 from stagelink.transport.header import Header, MessageKind
-from stagelink.transport.lanes import HostLane
+from stagelink.transport.streams import HostStream
 from stagelink_gloo import Gloo, GlooOptions
 from tests.support.completion import Completion
 from tests.support.listeners import listeners
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stagelink.transport.contract import Receiver, Sender
-    from stagelink.transport.lanes import Lane
+    from stagelink.transport.streams import Stream
 
 HEADER, NOTE = 0, 1
 LONG_S = 20.0
@@ -81,8 +81,8 @@ class TwinPort:
         return 1
 
     @property
-    def lane(self) -> Lane:
-        return HostLane(self.buffer)
+    def stream(self) -> Stream:
+        return HostStream(self.buffer)
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         assert not fds

@@ -28,7 +28,7 @@ from stagelink.transport.contract import (
     Sender,
 )
 from stagelink.transport.header import Header, MessageKind
-from stagelink.transport.lanes import HostLane
+from stagelink.transport.streams import HostStream
 from tests.support.interrupts import Interrupted, interrupted_everywhere, lock_is_free
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Out:
             LINK,
             _capabilities(**capabilities),
             lambda header, note, fds: self.announced.append(header.microbatch),
-            HostLane(BufferPool(2**20).take),
+            HostStream(BufferPool(2**20).take),
             self._changed,
             self._failed,
         )
@@ -510,7 +510,7 @@ class In:
         self.link = InLink(
             LINK,
             _capabilities(**capabilities),
-            HostLane(BufferPool(2**20).take),
+            HostStream(BufferPool(2**20).take),
             Bound(2**40, "a test"),
             lambda: None,
             self._failed,

@@ -15,7 +15,7 @@ from stagelink.links.bound import Bound
 from stagelink.links.in_link import InLink
 from stagelink.transport.buffers import BufferPool
 from stagelink.transport.contract import Capabilities, Link
-from stagelink.transport.lanes import HostLane
+from stagelink.transport.streams import HostStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ class Watching:
         self.link = InLink(
             Link(source, 9, "fake", "cpu"),
             Capabilities(devices=frozenset({"cpu"}), auto_rank=0),
-            HostLane(BufferPool(2**20).take),
+            HostStream(BufferPool(2**20).take),
             Bound(2**40, "a test"),
             lambda: None,
             self.failures.append,

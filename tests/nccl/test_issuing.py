@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stagelink
-from stagelink.transport.lanes import HostLane, Moment
+from stagelink.transport.streams import Event, HostStream
 from stagelink_nccl import issuer
 from stagelink_nccl.link import _LinkTask
 from tests.nccl.over_gloo import GlooGroup, NcclOverGloo, let_issuers_end
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
     from stagelink.testing import RankPool
     from stagelink.transport.contract import Link
-    from stagelink.transport.lanes import Lane
+    from stagelink.transport.streams import Stream
 
 LATE_S = 0.3
 
 
-class Late(Moment):
+class Late(Event):
     """Is reached a while after it was made."""
 
-    def __init__(self, *moments: Moment) -> None:
+    def __init__(self, *moments: Event) -> None:
         self._at = time.monotonic() + LATE_S
         self._moments = moments
 
@@ -44,35 +44,35 @@ class Late(Moment):
         return time.monotonic() >= self._at
 
 
-class LateLane(HostLane):
+class LateStream(HostStream):
     """A stream whose caller is always a while ahead of it; it waits for all that it is told to."""
 
     def __init__(self) -> None:
         super().__init__(lambda size: torch.empty(size, dtype=torch.uint8))
-        self.waits: list[Moment] = []
+        self.waits: list[Event] = []
 
-    def callers_moment(self) -> Moment:  # type: ignore[override]
+    def record_caller(self) -> Event:  # type: ignore[override]
         return Late()
 
-    def moment(self) -> Moment | None:  # type: ignore[override]
+    def record(self) -> Event | None:  # type: ignore[override]
         return Late(*self.waits) if self.waits else None
 
     @contextmanager
-    def entered(self, after: Moment | None = None) -> Iterator[None]:
+    def entered(self, after: Event | None = None) -> Iterator[None]:
         if after is not None:
             self.waits.append(after)
         yield
 
-    def kept(self, payload: torch.Tensor) -> torch.Tensor:
+    def cloned(self, payload: torch.Tensor) -> torch.Tensor:
         return payload.clone()
 
 
 class LateNccl(NcclOverGloo):
-    name = "nccl-on-late-lane"
+    name = "nccl-on-late-stream"
 
-    def lane(self, link: Link) -> Lane:
+    def stream(self, link: Link) -> Stream:
         del link
-        return LateLane()
+        return LateStream()
 
 
 LATE = Wire(LateNccl.name, processes=True)
@@ -85,8 +85,8 @@ def _look_at_what_is_waited_for(rank: int, world_size: int, store: Store) -> lis
     last = threading.Event()
 
     def look(task: Any, operation: Any) -> None:
-        first = Late(*task._port.lane.waits[: len(found) + 1])
-        found.append(first.reached and all(moment.reached for moment in task._lane.waits))
+        first = Late(*task._port.stream.waits[: len(found) + 1])
+        found.append(first.reached and all(moment.reached for moment in task._stream.waits))
         do(task, operation)
 
     plan = document(LATE, microbatches=4, window=4)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import stagelink
 from stagelink.deadline import Deadline
 from stagelink.errors import TransportError
-from stagelink.transport.contract import Link, Place
+from stagelink.transport.contract import Endpoint, Link
 from stagelink_nccl import Nccl, NcclOptions
 from stagelink_nccl.groups import NcclGroups, PairGroup
 from tests.nccl.over_gloo import GlooGroup, NcclOverGloo, let_issuers_end
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 LINK = Link(0, 1, "nccl", "cuda")
 
 
-def _place(rank: int, **says: Any) -> Place:
+def _place(rank: int, **says: Any) -> Endpoint:
     description = {"version": [2, 28, 9], "uuid": f"GPU-{rank}", "options": {}, **says}
-    return Place(rank, "server", f"process {rank}", description)
+    return Endpoint(rank, "server", f"process {rank}", description)
 
 
 def _verdict(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from stagelink.plan import Plan
 from stagelink.plugins.choice import Asker, Choice, Refusal, asked_for, asker, choose, device_of
 from stagelink.plugins.offers import End, Offer, survey
 from stagelink.plugins.plugins import Plugins
-from stagelink.transport.contract import Capabilities, Link, Place, Verdict
+from stagelink.transport.contract import Capabilities, Endpoint, Link, Verdict
 from stagelink.transport.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def ends(
     return End(0, server, process, offers), End(1, other_server, other_process, theirs)
 
 
-def yes(link: Link, source: Place, target: Place) -> Verdict:
+def yes(link: Link, source: Endpoint, target: Endpoint) -> Verdict:
     return Verdict(True)
 
 
@@ -112,7 +112,7 @@ def test_a_rule_may_ask_for_the_servers_as_they_were_found() -> None:
 
 
 def test_a_transport_that_no_rule_allows_is_not_judged() -> None:
-    def refuse(link: Link, source: Place, target: Place) -> Verdict:
+    def refuse(link: Link, source: Endpoint, target: Endpoint) -> Verdict:
         assert link.transport == "y"
         return Verdict(True)
 
@@ -203,7 +203,7 @@ def test_c068_a_declared_dtype_must_be_carried() -> None:
 
 
 def test_the_transport_itself_may_refuse_a_pair() -> None:
-    def can_connect(link: Link, source: Place, target: Place) -> Verdict:
+    def can_connect(link: Link, source: Endpoint, target: Endpoint) -> Verdict:
         assert (source.rank, target.rank) == (0, 1)
         return Verdict(link.transport != "x", "the GPUs cannot reach each other")
 
@@ -213,7 +213,7 @@ def test_the_transport_itself_may_refuse_a_pair() -> None:
 
 
 def test_the_transport_is_asked_only_about_what_is_possible() -> None:
-    def never(link: Link, source: Place, target: Place) -> Verdict:
+    def never(link: Link, source: Endpoint, target: Endpoint) -> Verdict:
         raise AssertionError
 
     with pytest.raises(NoTransportError):

@@ -14,7 +14,7 @@ from stagelink.errors import NoTransportError, PluginError, StagelinkError
 from stagelink.plugins.offers import survey
 from stagelink.plugins.plugins import Plugins
 from stagelink.testing import run_threads
-from stagelink.transport.contract import Link, Place
+from stagelink.transport.contract import Endpoint, Link
 from tests.support.pipelines import LOOPBACK, document
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def test_a_transport_that_raises_when_it_is_asked(site: Site, what: str, raised:
     place = line_of(site, "fast_module", "# here")
     found = survey(Plugins(), ["fast"], {})
     if what == "can_connect":
-        here = Place(0, "s", "p", {})
+        here = Endpoint(0, "s", "p", {})
         with pytest.raises(PluginError) as caught:
             found.can_connect(LINK, here, here)
         error: BaseException = caught.value

@@ -10,7 +10,7 @@ import pytest
 from stagelink.errors import PlanError, PluginError, ProtocolError
 from stagelink.plugins.offers import End, Offer, survey
 from stagelink.plugins.plugins import Plugins
-from stagelink.transport.contract import Capabilities, Link, Place, Verdict
+from stagelink.transport.contract import Capabilities, Endpoint, Link, Verdict
 
 if TYPE_CHECKING:
     from tests.support.site import Site
@@ -141,7 +141,7 @@ def test_wrong_options_are_the_plan_s_mistake(site: Site) -> None:
 # can_connect
 
 
-PLACES = Place(0, "a", "a", {}), Place(1, "a", "b", {})
+PLACES = Endpoint(0, "a", "a", {}), Endpoint(1, "a", "b", {})
 
 
 def test_a_transport_judges_a_pair(site: Site) -> None:
@@ -202,4 +202,4 @@ def test_what_is_no_end_is_a_protocol_error(values: object) -> None:
 
 def test_a_place_has_the_description_of_its_transport() -> None:
     end = End(2, "server", "process", {"fast": Offer("usable", "", CAPABILITIES, {"uuid": 1})})
-    assert end.place("fast") == Place(2, "server", "process", {"uuid": 1})
+    assert end.place("fast") == Endpoint(2, "server", "process", {"uuid": 1})

@@ -33,7 +33,7 @@ class FakePort:
     """A port that keeps what is watched."""
 
     link = LINK
-    lane = LANE
+    stream = LANE
 
     def __init__(self) -> None:
         self.actions: list[Callable[[], bool]] = []

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from stagelink.transport.contract import Announce, Done, Port
 
 LINK = Link(0, 1, "faulty", "cpu")
-PORT = cast("Port", SimpleNamespace(link=LINK, rank=0, lane=SimpleNamespace(entered=nullcontext)))
+PORT = cast(
+    "Port", SimpleNamespace(link=LINK, rank=0, stream=SimpleNamespace(entered=nullcontext))
+)
 
 
 class Shelf(Transport):

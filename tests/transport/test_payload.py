@@ -16,7 +16,6 @@ from stagelink.errors import MessageError, MessageTypeError
 from stagelink.plan import DTYPES
 from stagelink.testing.samples import awkward_tensors, same_bits
 from stagelink.transport.buffers import BufferPool
-from stagelink.transport.lanes import HostLane
 from stagelink.transport.payload import (
     bytes_of,
     content_of,
@@ -28,6 +27,7 @@ from stagelink.transport.payload import (
     target_of,
     to_bytes,
 )
+from stagelink.transport.streams import HostStream
 from tests.support import tensors
 from tests.support.tensors import VALUES
 
@@ -233,11 +233,11 @@ def test_a_mode_makes_no_difference(mode: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("mode", tensors.MODES.values(), ids=tensors.MODES)
 def test_a_lane_leaves_the_modes(mode: Callable[[], Any]) -> None:
-    lane = HostLane(BufferPool(2**20).take)
+    stream = HostStream(BufferPool(2**20).take)
     with mode():
-        with lane.entered():
-            given = [lane.buffer(12), lane.buffer(2**17), lane.staging(3), torch.ones(4)]
-        given.append(lane.kept(given[1]))
+        with stream.entered():
+            given = [stream.buffer(12), stream.buffer(2**17), stream.staging(3), torch.ones(4)]
+        given.append(stream.cloned(given[1]))
     for tensor in given:
         assert content_of(tensor)[0] is tensor
         assert not tensor.is_inference()

@@ -17,9 +17,9 @@ from stagelink.transport.contract import (
     Capabilities,
     Deadline,
     Done,
+    Endpoint,
     Link,
     Message,
-    Place,
     Port,
     Receiver,
     Sender,
@@ -70,7 +70,7 @@ class PlainTcp(Transport):
         """The host, for a peer to judge a link by."""
         return {"host": self.options.host}
 
-    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+    def can_connect(self, link: Link, local: Endpoint, remote: Endpoint) -> Verdict:
         """Refuse two servers where one of them listens on loopback only."""
         hosts = [str(place.description.get("host")) for place in (local, remote)]
         if local.server != remote.server and any(host.startswith("127.") for host in hosts):

@@ -64,7 +64,7 @@ class Holding:
         if not self._at_rest(deadline):
             logger.warning("%s: the device is at work still, nothing was closed", self._port.link)
             return
-        with self._port.lane.entered():
+        with self._port.stream.entered():
             self.region.use()
             self.region.close()
         with suppress(OSError):  # it has died
@@ -82,7 +82,7 @@ class Holding:
     def _give_back(self, deadline: Deadline) -> None:
         port = self._port
         if self._twin_has_closed(deadline) and self._at_rest(deadline):
-            with port.lane.entered():
+            with port.stream.entered():
                 self.region.use()
                 self.region.free()
             return
@@ -114,7 +114,7 @@ class Holding:
     def _at_rest(self, deadline: Deadline) -> bool:
         """Whether the link and the caller have nothing on the device, or have not by then."""
         look_s = _LONGEST_LOOK_S / 100
-        for moment in (self._port.lane.moment(), self._port.lane.callers_moment()):
+        for moment in (self._port.stream.record(), self._port.stream.record_caller()):
             while moment is not None and not moment.reached:
                 if deadline.passed:
                     return False

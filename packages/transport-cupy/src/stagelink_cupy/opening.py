@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stagelink.errors import StagelinkError
-from stagelink.transport.blocking import reach
+from stagelink.transport.blocking import synchronize
 from stagelink.transport.board import Board
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def meet_receiver(port: Port, region: Region, deadline: Deadline) -> None:
     """
     board = _board(port, deadline)
     piece = secrets.token_bytes(_TEST_BYTES)
-    buffer = port.lane.buffer(_TEST_BYTES)
+    buffer = port.stream.buffer(_TEST_BYTES)
     buffer.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
     region.copy(0, region.address(0), buffer.data_ptr(), _TEST_BYTES)
     if not region.device_ordered:
-        reach(port.lane.moment(), port, deadline)
+        synchronize(port.stream.record(), port, deadline)
     board.put("offer", (piece + region.handles()).hex())
     answer = bytes.fromhex(board.take("answer", _missing(port, "answer")))
     if answer[:1] == _NO:
@@ -43,7 +43,7 @@ def meet_receiver(port: Port, region: Region, deadline: Deadline) -> None:
     region.open(answer[1:])
     # Once more, the other way: now the receiver's event is waited for.
     region.copy(0, buffer.data_ptr(), region.address(0), _TEST_BYTES)
-    reach(port.lane.moment(), port, deadline)
+    synchronize(port.stream.record(), port, deadline)
 
 
 def meet_sender(port: Port, region: Region, deadline: Deadline) -> None:
@@ -69,9 +69,9 @@ def meet_sender(port: Port, region: Region, deadline: Deadline) -> None:
 
 
 def _read(port: Port, region: Region, expected: bytes, deadline: Deadline) -> None:
-    buffer = port.lane.buffer(_TEST_BYTES)
+    buffer = port.stream.buffer(_TEST_BYTES)
     region.copy(0, buffer.data_ptr(), region.address(0), _TEST_BYTES)
-    reach(port.lane.moment(), port, deadline)
+    synchronize(port.stream.record(), port, deadline)
     if bytes(buffer.tolist()) != expected:
         raise ValueError("it does not hold what was written there")
 

@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING
 
-from stagelink.transport.blocking import reach
+from stagelink.transport.blocking import synchronize
 
 if TYPE_CHECKING:
     import torch
 
     from stagelink.transport.contract import Port
-    from stagelink.transport.lanes import Moment
+    from stagelink.transport.streams import Event
     from stagelink_cupy.notes import Piece
     from stagelink_cupy.region import Region
 
@@ -67,7 +67,7 @@ class Passing:
         self._payload = payload
         self._address = payload.data_ptr()
         self._left_bytes = payload.numel()
-        self._queued: deque[tuple[Piece, Moment | None]] = deque()
+        self._queued: deque[tuple[Piece, Event | None]] = deque()
 
     def go_on(self) -> bool:
         """Queue the copy of the next piece, if there is one; never waits."""
@@ -75,7 +75,7 @@ class Passing:
         if piece is None:
             return False
         self._end.queue(piece, self._address)
-        self._queued.append((piece, self._end.port.lane.moment()))
+        self._queued.append((piece, self._end.port.stream.record()))
         self._address += piece.size_bytes
         self._left_bytes -= piece.size_bytes
         return True
@@ -87,7 +87,7 @@ class Passing:
         another process, which may die.
         """
         self._end.region.use()
-        moment: Moment | None = None
+        moment: Event | None = None
         while self._queued or self._left_bytes:
             while len(self._queued) < _AHEAD and self.go_on():
                 pass
@@ -96,6 +96,6 @@ class Passing:
                 continue
             piece, moment = self._queued.popleft()
             if not self._end.region.device_ordered:
-                reach(moment, self._end.port)
+                synchronize(moment, self._end.port)
             self._end.tell(piece)
-        reach(moment, self._end.port)
+        synchronize(moment, self._end.port)

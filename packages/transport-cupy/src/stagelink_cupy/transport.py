@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from stagelink.transport.contract import API_VERSION, Capabilities, Transport, Verdict
-from stagelink.transport.lanes import device_here
+from stagelink.transport.streams import device_here
 from stagelink_cupy.gpus import gpu_of, others_of, unreachable
 from stagelink_cupy.holding import Holding
 from stagelink_cupy.opening import meet_receiver, meet_sender
@@ -20,7 +20,7 @@ from stagelink_cupy.sender import CupySender
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stagelink.transport.contract import Deadline, Link, Place, Port, Receiver, Sender
+    from stagelink.transport.contract import Deadline, Endpoint, Link, Port, Receiver, Sender
 
 __all__ = ["Cupy", "CupyOptions"]
 
@@ -126,7 +126,7 @@ class Cupy(Transport):
             "options": asdict(self.options),
         }
 
-    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+    def can_connect(self, link: Link, local: Endpoint, remote: Endpoint) -> Verdict:
         """On one GPU, or on two that have access to each other, by the same options."""
         del link
         one, other = sorted((local, remote), key=lambda place: place.rank)
@@ -167,7 +167,9 @@ class Cupy(Transport):
         return CupyReceiver(port, holding)
 
     def _hold(self, port: Port) -> Holding:
-        region = Region(self.runtime(), self.device(), port.lane.handle, self.options.region_bytes)
+        region = Region(
+            self.runtime(), self.device(), port.stream.handle, self.options.region_bytes
+        )
         region.use()
         holding = Holding(port, region)
         self._holdings.append(holding)  # pairs of ranks are opened side by side

@@ -1,4 +1,4 @@
-"""The two ends of a link between GPUs: by way of host memory, on the link's lane.
+"""The two ends of a link between GPUs: by way of host memory, on the link's stream.
 
 No GPU has run this module yet; on a double of one it has.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stagelink.transport.blocking import Finisher, reach
+from stagelink.transport.blocking import Finisher, synchronize
 from stagelink_gloo.link import GlooReceiver, GlooSender
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class StagedSender(GlooSender):
 
     Args:
         pair: the connection with the receiver's rank.
-        port: for the lane.
+        port: for the stream.
     """
 
     def __init__(self, pair: Pair, port: Port) -> None:
@@ -43,10 +43,10 @@ class StagedSender(GlooSender):
         if not size:
             done()
             return True
-        lane = self._port.lane
-        staging = lane.staging(size)
-        lane.copy(staging, message.payload)
-        copied = partial(reach, lane.moment(), self._port)
+        stream = self._port.stream
+        staging = stream.staging(size)
+        stream.copy(staging, message.payload)
+        copied = partial(synchronize, stream.record(), self._port)
         self._finisher.submit(copied, _Copied(self, staging, done))
         return True
 
@@ -80,7 +80,7 @@ class StagedReceiver(GlooReceiver):
 
     Args:
         pair: the connection with the sender's rank.
-        port: for the lane and receipts.
+        port: for the stream and receipts.
     """
 
     def begin(
@@ -97,13 +97,13 @@ class StagedReceiver(GlooReceiver):
         if not header.payload_bytes:
             done()
             return
-        staging = self._port.lane.staging(header.payload_bytes)
+        staging = self._port.stream.staging(header.payload_bytes)
         self._finisher.submit(partial(self._receive, self.receive(staging), staging, buffer), done)
 
     def _receive(
         self, wait: Callable[[], None], staging: torch.Tensor, buffer: torch.Tensor
     ) -> None:
         wait()
-        self._port.lane.copy(buffer, staging)
+        self._port.stream.copy(buffer, staging)
         # To its end: the host memory goes back to where it came from.
-        reach(self._port.lane.moment(), self._port)
+        synchronize(self._port.stream.record(), self._port)

@@ -12,7 +12,7 @@ from stagelink.errors import ConnectError
 from stagelink.transport.addresses import is_loopback
 from stagelink.transport.contract import API_VERSION, Capabilities, Transport, Verdict
 from stagelink.transport.host import server_id
-from stagelink.transport.lanes import HostLane
+from stagelink.transport.streams import HostStream
 from stagelink_gloo.addresses import named_address
 from stagelink_gloo.link import GlooReceiver, GlooSender
 from stagelink_gloo.pair import Pair, connect
@@ -21,7 +21,7 @@ from stagelink_gloo.staged import StagedReceiver, StagedSender
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stagelink.transport.contract import Deadline, Link, Place, Port, Receiver, Sender
+    from stagelink.transport.contract import Deadline, Endpoint, Link, Port, Receiver, Sender
 
 __all__ = ["Gloo", "GlooOptions"]
 
@@ -73,7 +73,7 @@ class Gloo(Transport):
         named = named_address(self.options.interface)
         return {"host": server_id(), "named": None if named is None else list(named)}
 
-    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+    def can_connect(self, link: Link, local: Endpoint, remote: Endpoint) -> Verdict:
         """Refuse two hosts where one of them is to be reached at loopback."""
         del link
         ends = sorted((local, remote), key=attrgetter("rank"))
@@ -119,4 +119,4 @@ class Gloo(Transport):
 
 
 def _on_host(port: Port) -> bool:
-    return isinstance(port.lane, HostLane)
+    return isinstance(port.stream, HostStream)

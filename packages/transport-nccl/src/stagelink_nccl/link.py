@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.errors import PeerClosedError
-from stagelink.transport.blocking import Finisher, reach
+from stagelink.transport.blocking import Finisher, synchronize
 from stagelink.transport.contract import Receiver, Sender
 from stagelink_nccl.issuer import Task
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from stagelink.transport.contract import Announce, Deadline, Done, Message, Port
     from stagelink.transport.header import Header
-    from stagelink.transport.lanes import Lane
+    from stagelink.transport.streams import Stream
     from stagelink_nccl.groups import Group
     from stagelink_nccl.issuer import Issuer
 
@@ -54,20 +54,20 @@ class NcclSender(Sender):
         port: of the link.
         group: of the link.
         issuer: of this process.
-        lane: where operations are issued; nothing else is queued there.
+        stream: where operations are issued; nothing else is queued there.
         eager: connect at once.
     """
 
     def __init__(
-        self, port: Port, group: Group, issuer: Issuer, lane: Lane, *, eager: bool
+        self, port: Port, group: Group, issuer: Issuer, stream: Stream, *, eager: bool
     ) -> None:
         self._port = port
         self._issuer = issuer
-        self._task = _LinkTask(port, group, issuer, lane)
+        self._task = _LinkTask(port, group, issuer, stream)
         self._unreceived: deque[Done] = deque()
         self._finisher = Finisher(port)
         if eager:
-            self._task.post(Operation(port.lane.buffer(1)))
+            self._task.post(Operation(port.stream.buffer(1)))
             self._task.message_ready()
 
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
@@ -75,13 +75,15 @@ class NcclSender(Sender):
         announce()
         self._unreceived.append(done)
         # NCCL does nothing for no bytes, and the receiver must say that it has the message.
-        payload = message.payload if message.header.payload_bytes else self._port.lane.buffer(1)
+        payload = message.payload if message.header.payload_bytes else self._port.stream.buffer(1)
         self._task.post(Operation(payload))
-        moment = self._port.lane.moment()
+        moment = self._port.stream.record()
         if moment is None or moment.reached:
             self._task.message_ready()
         else:
-            self._finisher.submit(partial(reach, moment, self._port), _Ready(self._task, done))
+            self._finisher.submit(
+                partial(synchronize, moment, self._port), _Ready(self._task, done)
+            )
         return True
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
@@ -120,9 +122,9 @@ class NcclReceiver(Receiver):
     def __init__(self, port: Port, group: Group, issuer: Issuer, *, eager: bool) -> None:
         self._port = port
         self._issuer = issuer
-        self._task = _LinkTask(port, group, issuer, port.lane)
+        self._task = _LinkTask(port, group, issuer, port.stream)
         if eager:
-            self._task.post(Operation(port.lane.buffer(1)))
+            self._task.post(Operation(port.stream.buffer(1)))
             port.note(_BUFFER)
 
     def begin(
@@ -136,7 +138,7 @@ class NcclReceiver(Receiver):
         """Tell the sender that a buffer is there."""
         del note, fds
         buffer = accept()
-        self._receive_into(buffer if header.payload_bytes else self._port.lane.buffer(1), done)
+        self._receive_into(buffer if header.payload_bytes else self._port.stream.buffer(1), done)
 
     def _receive_into(self, buffer: torch.Tensor, done: Done) -> None:
         self._task.post(Operation(buffer, partial(self._received, done)))
@@ -198,12 +200,12 @@ class _Ready(NamedTuple):
 class _LinkTask(Task):
     """What both ends have in common: the operations in order, and the talk about slots."""
 
-    def __init__(self, port: Port, group: Group, issuer: Issuer, lane: Lane) -> None:
+    def __init__(self, port: Port, group: Group, issuer: Issuer, stream: Stream) -> None:
         super().__init__(issuer)
         pair = (port.rank, port.peer)
         self.order = (min(pair), max(pair), port.link.source)
         self._port = port
-        self._lane = lane
+        self._stream = stream
         self._group: Group | None = group
         self._operations: deque[Operation] = deque()
         self._messages = self._buffers = 0
@@ -272,7 +274,7 @@ class _LinkTask(Task):
     def _do(self, tensor: torch.Tensor) -> None:
         if self._group is None:
             raise ConnectionError(f"{self._port.link}: its group was given up")
-        with self._lane.entered():
+        with self._stream.entered():
             work = self._group.start(tensor)
             for _ in self._issuer.looks():
                 if work.is_completed():

@@ -13,7 +13,7 @@ from stagelink_nccl.link import NcclReceiver, NcclSender
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stagelink.transport.contract import Deadline, Link, Place, Port, Receiver, Sender
+    from stagelink.transport.contract import Deadline, Endpoint, Link, Port, Receiver, Sender
     from stagelink_nccl.groups import Groups
 
 __all__ = ["Nccl", "NcclOptions"]
@@ -52,7 +52,7 @@ class Nccl(Transport):
         """The device, NCCL's version, and the options."""
         return {**self.groups.describe(), "options": asdict(self.options)}
 
-    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+    def can_connect(self, link: Link, local: Endpoint, remote: Endpoint) -> Verdict:
         """Two GPUs, one NCCL and one set of options."""
         del link
         mine, theirs = local.description, remote.description
@@ -81,8 +81,8 @@ class Nccl(Transport):
         self._issuer.start()
         group = self.groups.connect(port, self.options, deadline)
         # On a stream of its own: on the link's it would wait for messages that come after it.
-        lane = self.lane(link) or port.lane
-        return NcclSender(port, group, self._issuer, lane, eager=self.options.eager)
+        stream = self.stream(link) or port.stream
+        return NcclSender(port, group, self._issuer, stream, eager=self.options.eager)
 
     def open_receiver(self, link: Link, port: Port, deadline: Deadline) -> Receiver:
         """Open the receiving end; as `open_sender`."""

@@ -24,7 +24,7 @@ from stagelink.schedule import Mode, Verification
 from stagelink.transport.contract import Link
 from stagelink.transport.events import Event, EventName
 from stagelink.transport.header import Header
-from stagelink.transport.lanes import device_here
+from stagelink.transport.streams import device_here
 
 __all__ = ["Engine"]
 

@@ -79,7 +79,7 @@ def seal(  # noqa: C901 - no frame more for each message
     flags = 0
     if terms.trains and route.back is not None and content.requires_grad:
         flags = Flag.REQUIRES_GRAD
-    carried, device = content, route.link.lane.device
+    carried, device = content, route.link.stream.device
     if device != terms.device:
         with outside_modes():
             carried, in_order = to_bytes(content, in_order=in_order).to(device), True
@@ -109,7 +109,7 @@ def _others(
     """The messages for further consumers: the same but for edge, and for where it is carried."""
     for route in routes[1:]:
         header = first.header._replace(edge=route.edge.index)
-        if first.payload is None or route.link.lane.device == routes[0].link.lane.device:
+        if first.payload is None or route.link.stream.device == routes[0].link.stream.device:
             yield SendJob(header, first.payload, private=first.private)
         else:
             key = Key(header.session, header.edge, header.direction, header.microbatch)

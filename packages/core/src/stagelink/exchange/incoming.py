@@ -253,8 +253,8 @@ class Incoming:
             counters.inline_messages += 1
         if arrived != began or self._observe is not None:
             self._count_waits(route, header, began, arrived)
-        if arrival.moment is not None:
-            route.link.hand_over(arrival)
+        if arrival.event is not None:
+            route.link.hand_to_caller(arrival)
         if route.answers is not None:
             self._outgoing.release(route.answers, header.session, header.microbatch)
         elif not header.flags & Flag.REQUIRES_GRAD:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stagelink.transport.header import Direction, Header
-from stagelink.transport.lanes import Moment
+from stagelink.transport.streams import Event
 
 __all__ = ["Arrival", "Key"]
 
@@ -37,7 +37,7 @@ class Arrival:
             finished it; of one that no link carries nobody calls it.
         after: what must be done before anything is written there, on a device with streams.
         buffer: where its receiver wants the payload, flat uint8 of its size; None: wherever.
-        moment: when the payload is there, on a device with streams; else None.
+        event: when the payload is there, on a device with streams; else None.
         payload: its bytes once `settled`: flat uint8, or bytes where it came inline; None for a
             NONE or REFUSED message.
         settled: whether nothing more has to come.
@@ -49,9 +49,9 @@ class Arrival:
         "abandoned",
         "after",
         "buffer",
+        "event",
         "header",
         "key",
-        "moment",
         "on_complete",
         "payload",
         "peer",
@@ -68,9 +68,9 @@ class Arrival:
         )
         self.peer = peer
         self.on_complete = on_complete
-        self.after: Moment | None = None
+        self.after: Event | None = None
         self.buffer: torch.Tensor | None = None
-        self.moment: Moment | None = None
+        self.event: Event | None = None
         self.payload: torch.Tensor | bytes | None = None
         self.settled = False
         self.refusal: str | None = None

@@ -15,7 +15,7 @@ import torch
 from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError, TransportError
 from stagelink.transport.interrupts import stops_caller
-from stagelink.transport.lanes import Lane
+from stagelink.transport.streams import Stream
 
 __all__ = ["GRACE_S", "give_back", "mapped", "raise_mapped"]
 
@@ -26,7 +26,7 @@ GRACE_S = 0.2
 
 
 def give_back(
-    what: str, close: Callable[[Deadline], None], deadline: Deadline, lane: Lane | None = None
+    what: str, close: Callable[[Deadline], None], deadline: Deadline, stream: Stream | None = None
 ) -> None:
     """Call a ``close`` of a transport's, on a thread that is left behind where it does not return.
 
@@ -34,13 +34,13 @@ def give_back(
         what: is closed.
         close: the call.
         deadline: for it; a moment is left where it has passed.
-        lane: current on the thread; None: the caller's device is.
+        stream: current on the thread; None: the caller's device is.
 
     Raises:
         TransportError: it did not return, or raised; see `mapped`.
     """
     errors: list[BaseException] = []
-    here = _device_here() if lane is None else lane.entered
+    here = _device_here() if stream is None else stream.entered
     taken, done = threading.Lock(), threading.Event()
 
     def call() -> None:

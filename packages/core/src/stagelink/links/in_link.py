@@ -19,8 +19,8 @@ from stagelink.links.calls import raise_mapped
 from stagelink.links.completion import Begun
 from stagelink.links.link_end import LinkEnd
 from stagelink.transport.contract import Capabilities, Link, Receiver
-from stagelink.transport.lanes import Lane
 from stagelink.transport.payload import payload_problem
+from stagelink.transport.streams import Stream
 
 __all__ = ["InLink"]
 
@@ -37,7 +37,7 @@ class InLink(LinkEnd[Arrival]):
     Args:
         link: what it connects.
         capabilities: of its transport.
-        lane: where receive buffers come from, and what is done is queued.
+        stream: where receive buffers come from, and what is done is queued.
         bound: how large a payload may be.
         changed, fail: see `LinkEnd`.
     """
@@ -48,12 +48,12 @@ class InLink(LinkEnd[Arrival]):
         self,
         link: Link,
         capabilities: Capabilities,
-        lane: Lane,
+        stream: Stream,
         bound: Bound,
         changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
-        super().__init__(link, lane, fail, changed)
+        super().__init__(link, stream, fail, changed)
         self._bound = bound
         self._receiver: Receiver | None = None
         self._in_flight = capabilities.in_flight
@@ -93,10 +93,10 @@ class InLink(LinkEnd[Arrival]):
         """Whether nothing is being received, so that what is unfinished never will be done."""
         return self.given_up or self._receiver is None
 
-    def hand_over(self, arrival: Arrival) -> None:
+    def hand_to_caller(self, arrival: Arrival) -> None:
         """The caller's stream goes on when the payload is there."""
-        if arrival.moment is not None and isinstance(arrival.payload, torch.Tensor):
-            self.lane.hand_over(arrival.payload, arrival.moment)
+        if arrival.event is not None and isinstance(arrival.payload, torch.Tensor):
+            self.stream.hand_to_caller(arrival.payload, arrival.event)
 
     def close(self, deadline: Deadline) -> None:
         """Close the end; what has not begun never will."""
@@ -118,7 +118,7 @@ class InLink(LinkEnd[Arrival]):
         begun, accept = Begun(self, arrival), partial(self._accept, arrival)
         self._beginning = threading.get_ident(), begun
         try:
-            with self.lane.entered(arrival.after):
+            with self.stream.entered(arrival.after):
                 given: object = receiver.begin(arrival.header, note, fds, accept, begun)
         except Exception as error:
             raise_mapped(self._name, error)
@@ -131,13 +131,13 @@ class InLink(LinkEnd[Arrival]):
     def _accept(self, arrival: Arrival) -> torch.Tensor:
         wanted = arrival.buffer
         size_bytes = arrival.header.payload_bytes
-        payload = self.lane.buffer(size_bytes) if wanted is None else wanted
+        payload = self.stream.buffer(size_bytes) if wanted is None else wanted
         arrival.payload = payload
         return payload
 
     def _take(self, message: Arrival, payload: torch.Tensor | None) -> None:
         self._check_payload(message, payload)
-        message.moment = self.lane.moment()
+        message.event = self.stream.record()
         if payload is not None:
             message.payload = payload
 
@@ -145,7 +145,7 @@ class InLink(LinkEnd[Arrival]):
         lent = arrival.payload
         if isinstance(lent, torch.Tensor) and (payload is None or payload is lent):
             return  # the usual case: no time for words
-        size_bytes, device = arrival.header.payload_bytes, self.lane.device.type
+        size_bytes, device = arrival.header.payload_bytes, self.stream.device.type
         problem = payload_problem(payload, size_bytes, None, device)
         if problem is not None:
             raise TransportError(

@@ -17,7 +17,7 @@ from stagelink.errors import ClosedError, PeerClosedError, StagelinkError
 from stagelink.links.calls import GRACE_S, give_back, mapped, raise_mapped
 from stagelink.links.completion import Completion
 from stagelink.transport.contract import Link, Receiver, Sender
-from stagelink.transport.lanes import Lane
+from stagelink.transport.streams import Stream
 
 __all__ = ["LinkEnd"]
 
@@ -30,14 +30,14 @@ class LinkEnd(Completion[_T]):
 
     Args:
         link: what it connects.
-        lane: where what is done is queued.
+        stream: where what is done is queued.
         fail: called with what went wrong; blocks for a moment. Raises PeerClosedError where that
             is none of the pipeline's failures.
         changed: called when waiting callers should look again.
 
     Attributes:
         link: as given.
-        lane: as given.
+        stream: as given.
         error: what went wrong, if anything did.
     """
 
@@ -46,13 +46,13 @@ class LinkEnd(Completion[_T]):
     def __init__(
         self,
         link: Link,
-        lane: Lane,
+        stream: Stream,
         fail: Callable[[StagelinkError], None],
         changed: Callable[[], None],
     ) -> None:
         super().__init__(f"{self._DOING} {link}")
         self.link = link
-        self.lane = lane
+        self.stream = stream
         self.error: StagelinkError | None = None
         self._fail = fail
         self._changed = changed
@@ -173,4 +173,4 @@ class LinkEnd(Completion[_T]):
         if self._begun:
             self.abort(ClosedError(f"{self.link} is being closed"))
         if self._end is not None:
-            give_back(str(self.link), self._end.close, deadline, self.lane)
+            give_back(str(self.link), self._end.close, deadline, self.stream)

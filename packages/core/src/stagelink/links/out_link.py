@@ -19,7 +19,7 @@ from stagelink.links.completion import Begun
 from stagelink.links.link_end import LinkEnd
 from stagelink.transport.contract import Capabilities, Link, Message, Sender
 from stagelink.transport.header import Header
-from stagelink.transport.lanes import Lane, Moment
+from stagelink.transport.streams import Event, Stream
 
 __all__ = ["OutLink", "SendJob"]
 
@@ -37,10 +37,10 @@ class SendJob:
         private: whether the payload is in memory that nobody else knows.
         announced: whether the peer has been told that it comes.
         finished: whether the caller's memory is needed no more.
-        moment: when the payload is there, on a device with streams; else None.
+        event: when the payload is there, on a device with streams; else None.
     """
 
-    __slots__ = ("announced", "finished", "header", "moment", "payload", "private")
+    __slots__ = ("announced", "event", "finished", "header", "payload", "private")
 
     def __init__(
         self, header: Header, payload: torch.Tensor | bytes | None, *, private: bool = False
@@ -50,7 +50,7 @@ class SendJob:
         self.private = private
         self.announced = False
         self.finished = False
-        self.moment: Moment | None = None
+        self.event: Event | None = None
 
 
 class OutLink(LinkEnd[SendJob]):
@@ -60,7 +60,7 @@ class OutLink(LinkEnd[SendJob]):
         link: what it connects.
         capabilities: of its transport.
         announce: sends a header with a note and descriptors to the peer.
-        lane: makes copies of payloads; what is done is queued there.
+        stream: makes copies of payloads; what is done is queued there.
         changed: called when a job is finished.
         fail: see `LinkEnd`.
 
@@ -75,11 +75,11 @@ class OutLink(LinkEnd[SendJob]):
         link: Link,
         capabilities: Capabilities,
         announce: Callable[[Header, bytes, Sequence[int]], None],
-        lane: Lane,
+        stream: Stream,
         changed: Callable[[], None],
         fail: Callable[[StagelinkError], None],
     ) -> None:
-        super().__init__(link, lane, fail, changed)
+        super().__init__(link, stream, fail, changed)
         self._sender: Sender | None = None
         self._capabilities = capabilities
         self._announce = announce
@@ -103,7 +103,7 @@ class OutLink(LinkEnd[SendJob]):
             StagelinkError: the transport failed in ``begin``; it is for the caller to fail the
                 handler.
         """
-        if job.moment is None:  # else it was parked, and this is not its caller's thread
+        if job.event is None:  # else it was parked, and this is not its caller's thread
             self.detach(job, copy=copy and not self._capabilities.copies_on_begin)
         with self._lock:
             self.unfinished += 1
@@ -163,8 +163,8 @@ class OutLink(LinkEnd[SendJob]):
         """Have a message begin after what its caller has queued so far, with a copy if asked."""
         if isinstance(job.payload, torch.Tensor):
             if copy and not job.private:
-                job.payload = self.lane.kept(job.payload)
-            job.moment = self.lane.callers_moment()
+                job.payload = self.stream.cloned(job.payload)
+            job.event = self.stream.record_caller()
 
     def _pump(self) -> list[SendJob]:
         done = self._take_told()
@@ -206,7 +206,7 @@ class OutLink(LinkEnd[SendJob]):
         begun, message = Begun(self, job), Message(job.header, payload)
         self._beginning = threading.get_ident(), begun
         try:
-            with self.lane.entered(job.moment):
+            with self.stream.entered(job.event):
                 taken: object = sender.begin(message, partial(self._announce_once, job), begun)
         except Exception as error:
             raise_mapped(self._name, error)

@@ -21,7 +21,7 @@ from stagelink.transport.buffers import BufferPool
 from stagelink.transport.contract import Link, Port
 from stagelink.transport.header import MAX_NOTE_BYTES, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
-from stagelink.transport.lanes import Lane
+from stagelink.transport.streams import Stream
 
 __all__ = ["Services", "other_end", "port_of", "post_for"]
 
@@ -98,8 +98,8 @@ class _Port:
         return self._core.window_of(self.link)
 
     @property
-    def lane(self) -> Lane:
-        return self._end.lane
+    def stream(self) -> Stream:
+        return self._end.stream
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:
         header = Header(MessageKind.NOTE, link=self._number)

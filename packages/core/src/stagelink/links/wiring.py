@@ -33,7 +33,7 @@ from stagelink.transport.buffers import BufferPool
 from stagelink.transport.contract import Link, Receiver, Sender, Transport
 from stagelink.transport.events import LinkCounters
 from stagelink.transport.header import Header, MessageKind
-from stagelink.transport.lanes import HostLane
+from stagelink.transport.streams import HostStream
 
 __all__ = ["Wiring"]
 
@@ -190,8 +190,8 @@ class Wiring:
             announce = partial(post_for, self.plane, link, peer)
             progress = partial(self._on_progress, peer)
             fail = partial(self.plane.failure.blame, peer=peer)
-            lane = transport.lane(link) or HostLane(self.pool.take)
-            end = OutLink(link, transport.capabilities, announce, lane, progress, fail)
+            stream = transport.stream(link) or HostStream(self.pool.take)
+            end = OutLink(link, transport.capabilities, announce, stream, progress, fail)
             self._ends[link] = end
         counters = self.counters.setdefault(link, LinkCounters())
         route = OutRoute(edge, peer, end, counters, answers)
@@ -206,9 +206,9 @@ class Wiring:
         peer, end = link.source, self._ends.get(link)
         if not isinstance(end, InLink):
             fail = partial(self.plane.failure.blame, peer=peer)
-            lane = transport.lane(link) or HostLane(self.pool.take)
+            stream = transport.stream(link) or HostStream(self.pool.take)
             changed = self.plane.changed
-            end = InLink(link, transport.capabilities, lane, self._bound, changed, fail)
+            end = InLink(link, transport.capabilities, stream, self._bound, changed, fail)
             self._ends[link] = end
         counters = self.counters.setdefault(link, LinkCounters())
         route = InRoute(edge, peer, end, counters, answers)
@@ -248,7 +248,7 @@ class Wiring:
         end = self._ends[link]
         core = Services(self.plane, self.rendezvous, self.pool, self.window_of)
         port = port_of(core, link, end, number)
-        with end.lane.entered():
+        with end.stream.entered():
             if isinstance(end, OutLink):
                 sender: object = transport.open_sender(link, port, deadline)
                 if not isinstance(sender, Sender):

@@ -17,7 +17,7 @@ from stagelink.plan.plan import Plan
 from stagelink.plugins.offers import End, Offer, Survey
 from stagelink.plugins.relay import Relay
 from stagelink.text import quoted
-from stagelink.transport.contract import Capabilities, Link, Place, Verdict
+from stagelink.transport.contract import Capabilities, Endpoint, Link, Verdict
 
 __all__ = [
     "Asker",
@@ -41,7 +41,7 @@ class Asker(NamedTuple):
         errors: what is wrong with this process's transports that are broken or missing, by name.
     """
 
-    can_connect: Callable[[Link, Place, Place], Verdict]
+    can_connect: Callable[[Link, Endpoint, Endpoint], Verdict]
     select: Callable[[Link, Sequence[str]], str | None]
     errors: Mapping[str, Exception] = MappingProxyType({})
 
@@ -210,7 +210,7 @@ def asker(survey: Survey, hooks: Relay, rank: int | None) -> Asker:
     The places of ``rank`` are the local ones; None: the transports answer for the source.
     """
 
-    def can_connect(link: Link, source: Place, target: Place) -> Verdict:
+    def can_connect(link: Link, source: Endpoint, target: Endpoint) -> Verdict:
         if link.target == rank:
             return survey.can_connect(link, target, source)
         return survey.can_connect(link, source, target)

@@ -18,7 +18,14 @@ from stagelink.errors import PlanError, PluginError, ProtocolError, UnknownTrans
 from stagelink.plugins.plugins import Plugins
 from stagelink.plugins.problems import attempt, broken, raised
 from stagelink.text import shown, unknown
-from stagelink.transport.contract import Capabilities, Footprint, Link, Place, Transport, Verdict
+from stagelink.transport.contract import (
+    Capabilities,
+    Endpoint,
+    Footprint,
+    Link,
+    Transport,
+    Verdict,
+)
 from stagelink.transport.interrupts import raised_by_signal_handler
 
 __all__ = ["End", "Offer", "State", "Survey", "parse_options", "survey"]
@@ -64,9 +71,9 @@ class End:
     process: str
     offers: Mapping[str, Offer]
 
-    def place(self, transport: str) -> Place:
+    def place(self, transport: str) -> Endpoint:
         """This end as `Transport.can_connect` sees it."""
-        return Place(self.rank, self.server, self.process, self.offers[transport].description)
+        return Endpoint(self.rank, self.server, self.process, self.offers[transport].description)
 
     def to_json(self) -> dict[str, Any]:
         """This end as values that JSON can carry."""
@@ -103,7 +110,7 @@ class Survey:
     offers: Mapping[str, Offer]
     errors: Mapping[str, PluginError] = field(default_factory=dict)
 
-    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+    def can_connect(self, link: Link, local: Endpoint, remote: Endpoint) -> Verdict:
         """Ask the transport of ``link``, which is usable here, about a pair of places.
 
         Raises:

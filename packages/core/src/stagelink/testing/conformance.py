@@ -45,7 +45,7 @@ from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.programs import Pass
 from stagelink.testing.ranks import RankPool, run_fresh, run_threads
 from stagelink.testing.subject import Subject
-from stagelink.transport.contract import Link, Place, Transport, Verdict
+from stagelink.transport.contract import Endpoint, Link, Transport, Verdict
 
 __all__ = ["TransportConformance", "ready", "runner"]
 
@@ -118,10 +118,10 @@ class TransportConformance:
         """Both ends judge a link alike."""
         cls = subject.transport()
         transport = cls(parse_options(cls, dict(subject.options)))
-        here = Place(0, "server a", "process a", transport.describe())
+        here = Endpoint(0, "server a", "process a", transport.describe())
         for there in (
-            Place(1, "server a", "process b", {}),
-            Place(1, "server b", "process c", {}),
+            Endpoint(1, "server a", "process b", {}),
+            Endpoint(1, "server b", "process c", {}),
         ):
             link = Link(0, 1, cls.name, min(cls.capabilities.devices))
             one = transport.can_connect(link, here, there)

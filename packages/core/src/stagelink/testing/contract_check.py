@@ -210,7 +210,7 @@ class _Received(_Done):
         super().__init__(done, end)
         self._accept = accept
         self._size_bytes = size_bytes
-        self._device = end.port.lane.device.type
+        self._device = end.port.stream.device.type
         self._lent: torch.Tensor | None = None
 
     def accept(self) -> torch.Tensor:

@@ -291,7 +291,7 @@ class _Receiver(_End[Receiver], WrappedReceiver):
             return side.lent
 
         def begin() -> None:
-            with self.port.lane.entered():
+            with self.port.stream.entered():
                 self.inner.begin(header, note, fds, lend, side.done)
             side.begun.set()
 

@@ -11,10 +11,10 @@ import torch
 
 from stagelink.deadline import Deadline
 from stagelink.transport.contract import Done
-from stagelink.transport.lanes import Moment
 from stagelink.transport.port import Port
+from stagelink.transport.streams import Event
 
-__all__ = ["Finisher", "reach"]
+__all__ = ["Finisher", "synchronize"]
 
 _Wait = Callable[[], "torch.Tensor | None"]
 
@@ -35,7 +35,7 @@ class Finisher:
         verb = "send" if port.rank == port.link.source else "recv"
         link = port.link
         self._name = f"stagelink-{verb}-{link.source}-{link.target}-{link.transport}"
-        self._lane = port.lane
+        self._stream = port.stream
         self._queue: queue.SimpleQueue[tuple[_Wait, Done] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -79,7 +79,7 @@ class Finisher:
 
     def _finish(self, wait: _Wait, done: Done) -> bool:
         try:
-            with self._lane.entered():
+            with self._stream.entered():
                 payload = wait()
         except BaseException as error:  # SystemExit as well: else the message would just stay
             done.failed(error)
@@ -88,7 +88,7 @@ class Finisher:
         return True
 
 
-def reach(moment: Moment | None, port: Port, deadline: Deadline | None = None) -> None:
+def synchronize(moment: Event | None, port: Port, deadline: Deadline | None = None) -> None:
     """Wait until a moment is reached; unlike the device's own waits this ends on abort.
 
     Raises:

@@ -38,9 +38,9 @@ import torch
 
 from stagelink.deadline import Deadline
 from stagelink.transport.header import Header
-from stagelink.transport.lanes import Lane
-from stagelink.transport.link import Capabilities, Footprint, Link, Place, Verdict
+from stagelink.transport.link import Capabilities, Endpoint, Footprint, Link, Verdict
 from stagelink.transport.port import Port
+from stagelink.transport.streams import Stream
 
 __all__ = [
     "API_VERSION",
@@ -48,11 +48,11 @@ __all__ = [
     "Capabilities",
     "Deadline",
     "Done",
+    "Endpoint",
     "Footprint",
     "Link",
     "Message",
     "NoOptions",
-    "Place",
     "Port",
     "Receiver",
     "Sender",
@@ -77,7 +77,7 @@ class Message:
         payload: flat uint8 tensor of ``header.payload_bytes`` bytes, contiguous; perhaps none.
             Read-only for the transport, valid until the message is done (with
             ``copies_on_begin``: until ``begin`` has returned True). On a device with streams it is
-            there for what is queued on the link's lane, and the message is done when it has been
+            there for what is queued on the link's stream, and the message is done when it has been
             read, not only when that is queued. After a failure core needs it no more: the memory
             lives for as long as the transport references the tensor.
     """
@@ -117,7 +117,7 @@ class Done(Protocol):
         Args:
             payload: for a receiver. None when the payload is in the accepted buffer, else a flat
                 uint8 tensor of exactly its size that nobody will write again. On a device with
-                streams it is there for what is queued on the link's lane from now on.
+                streams it is there for what is queued on the link's stream from now on.
         """
 
     def failed(self, error: BaseException) -> None:
@@ -197,7 +197,7 @@ class Receiver(ABC):
             note: as it was announced.
             fds: as announced; this object's to close.
             accept: lends a flat uint8 tensor of the payload's size, on the link's device, to be
-                written on its lane; a transport that has memory of its own need not call it. To
+                written on its stream; a transport that has memory of its own need not call it. To
                 be called once at most, before ``done``. The memory lives for as long as the
                 transport references it, also after ``abort``.
             done: to be called when the payload is there.
@@ -258,19 +258,19 @@ class Transport(ABC):
         """Describe this rank to peers that judge a link: JSON-able values, as a device's uuid."""
         return {}
 
-    def lane(self, link: Link) -> Lane | None:
+    def stream(self, link: Link) -> Stream | None:
         """Make the stream of a link's copies; called once for each end, where `connect` is called.
 
         For an author of a transport to another kind of device than CUDA to override.
 
         Returns:
-            The lane; None for host memory.
+            The stream; None for host memory.
         """
         if link.device != "cuda":
             return None
-        from stagelink.transport.lanes import CudaLane  # noqa: PLC0415 - only where there are GPUs
+        from stagelink.transport.streams import CudaStream  # noqa: PLC0415 - only where there are GPUs
 
-        return CudaLane()
+        return CudaStream()
 
     def footprint(self, window: int, message_bytes: int | None) -> Footprint | None:
         """Estimate memory that a link shares between its ends, for ``stagelink plan`` to tell.
@@ -285,7 +285,7 @@ class Transport(ABC):
         del window, message_bytes
         return None
 
-    def can_connect(self, link: Link, local: Place, remote: Place) -> Verdict:
+    def can_connect(self, link: Link, local: Endpoint, remote: Endpoint) -> Verdict:
         """Whether this pair can be linked, beyond what the capabilities say.
 
         Pure, and symmetric: both ends call it, each with itself as ``local``, and must get the

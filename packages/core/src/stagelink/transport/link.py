@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Capabilities", "Footprint", "Link", "Place", "Verdict"]
+__all__ = ["Capabilities", "Endpoint", "Footprint", "Link", "Verdict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Footprint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Endpoint:
     """Location of one end of a link, for `Transport.can_connect`.
 
     Attributes:

@@ -9,8 +9,8 @@ import torch
 from torch.distributed import Store
 
 from stagelink.deadline import Deadline
-from stagelink.transport.lanes import Lane
 from stagelink.transport.link import Link
+from stagelink.transport.streams import Stream
 
 __all__ = ["Port"]
 
@@ -45,7 +45,7 @@ class Port(Protocol):
         """
 
     @property
-    def lane(self) -> Lane:
+    def stream(self) -> Stream:
         """The link's stream; current wherever core calls ``open_*`` and ``begin``."""
 
     def note(self, note: bytes, fds: Sequence[int] = ()) -> None:

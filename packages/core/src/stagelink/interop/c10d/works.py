@@ -22,9 +22,9 @@ from stagelink.links.in_link import InLink
 from stagelink.links.out_link import OutLink, SendJob
 from stagelink.plan.dtypes import DType
 from stagelink.transport.interrupts import stops_caller
-from stagelink.transport.lanes import Moment
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import from_bytes, has_memory, to_bytes
+from stagelink.transport.streams import Event
 
 __all__ = ["Given", "RecvWork", "SendWork"]
 
@@ -225,8 +225,8 @@ class RecvWork(_MessageWork):
         self._source = source
         self._address = address
         self._link = link
-        self._after = None if link is None else link.lane.callers_moment()
-        self._moment: Moment | None = None
+        self._after = None if link is None else link.stream.record_caller()
+        self._event: Event | None = None
         self._over = False
 
     # -- what the mailbox asks
@@ -265,7 +265,7 @@ class RecvWork(_MessageWork):
                 f"the message has {size} bytes (shape {list(arrival.header.shape)}), the tensor "
                 f"{memory.nbytes} (shape {list(memory.shape)})"
             )
-        self._moment = arrival.moment
+        self._event = arrival.event
         if payload is None or payload is arrival.buffer or not size:
             return
         if not has_memory(memory):
@@ -275,10 +275,10 @@ class RecvWork(_MessageWork):
         if self._link is None:
             self._copy(payload)
             return
-        lane = self._link.lane
-        with lane.entered(self._after):
+        stream = self._link.stream
+        with stream.entered(self._after):
             self._copy(payload)
-            self._moment = lane.moment()
+            self._event = stream.record()
 
     def _copy(self, payload: torch.Tensor) -> None:
         _, memory, dtype, in_order = self._given
@@ -318,14 +318,14 @@ class RecvWork(_MessageWork):
             DistBackendError: as of any work.
         """
         super().wait(timeout)
-        if self._link is not None and self._moment is not None:
-            self._link.lane.hand_over(self._given.memory, self._moment)
+        if self._link is not None and self._event is not None:
+            self._link.stream.hand_to_caller(self._given.memory, self._event)
         return True
 
     @untraced
     def is_completed(self) -> bool:
         """Whether the work is complete, and the payload is there."""
-        return super().is_completed() and (self._moment is None or self._moment.reached)
+        return super().is_completed() and (self._event is None or self._event.reached)
 
     def _awaited(self) -> Awaited | None:
         if self._link is None:

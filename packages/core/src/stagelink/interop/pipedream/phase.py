@@ -23,9 +23,9 @@ from stagelink.errors import MessageError, UsageError
 from stagelink.exchange.session import Session
 from stagelink.interop.pipedream.order import Assignment
 from stagelink.interop.pipedream.topology import ACK, Edge, Topology, channel
-from stagelink.transport.lanes import device_here
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of
+from stagelink.transport.streams import device_here
 
 __all__ = ["Phase", "Place"]
 

@@ -1,11 +1,11 @@
 """Streams of links: where a link's copies are queued, on a device that has streams.
 
 CUDA work is asynchronous: the kernels that compute a sent tensor and the copy that fills a
-received one may still be pending; both are only *stream-ordered*. A `Lane`
-keeps that order. Core enters it around every ``begin`` and ``finish`` of the link, after the
-message's own `Moment`; what is handed to the caller comes after the lane's.
+received one may still be pending; both are only *stream-ordered*. A `Stream` keeps that order.
+Core enters it around every ``begin`` of the link, after the message's own `Event`; what is handed
+to the caller comes after the stream's.
 
-`CudaLane` has been run on no GPU yet; what the tests show of it they show by a lane of their own.
+`CudaStream` has been run on no GPU yet; what the tests show of it they show by one of their own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 from stagelink.transport.modes import outside_modes
 
-__all__ = ["CudaLane", "HostLane", "Lane", "Moment", "device_here"]
+__all__ = ["CudaEvent", "CudaStream", "Event", "HostStream", "Stream", "device_here"]
 
 
-class Moment(ABC):
+class Event(ABC):
     """A point in a stream's work: all that was queued before it."""
 
     @property
@@ -34,7 +34,7 @@ class Moment(ABC):
         """
 
 
-class Lane(ABC):
+class Stream(ABC):
     """A link's stream.
 
     Attributes:
@@ -46,39 +46,39 @@ class Lane(ABC):
     handle: int
 
     @abstractmethod
-    def callers_moment(self) -> Moment | None:
+    def record_caller(self) -> Event | None:
         """Record what the calling thread has queued, on its own stream; None if all is done."""
 
     @abstractmethod
-    def moment(self) -> Moment | None:
-        """Record what has been queued on this lane up to now; None if all of it is done."""
+    def record(self) -> Event | None:
+        """Record what has been queued on this stream up to now; None if all of it is done."""
 
     @abstractmethod
-    def entered(self, after: Moment | None = None) -> AbstractContextManager[None]:
-        """Make it the thread's current stream; what is queued then comes after the moment.
+    def entered(self, after: Event | None = None) -> AbstractContextManager[None]:
+        """Make it the thread's current stream; what is queued then comes after the event.
 
         No mode of torch's that the thread is in holds there: see `stagelink.transport.modes`.
         """
 
     @abstractmethod
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        """A flat uint8 tensor on the device, to be written on this lane."""
+        """A flat uint8 tensor on the device, to be written on this stream."""
 
     @abstractmethod
     def staging(self, size_bytes: int) -> torch.Tensor:
-        """A flat uint8 CPU tensor that this lane can copy to and from without holding it up."""
+        """A flat uint8 CPU tensor that this stream can copy to and from without holding it up."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between flat uint8 tensors of one size, each on the device or `staging`."""
 
     @abstractmethod
-    def kept(self, payload: torch.Tensor) -> torch.Tensor:
+    def cloned(self, payload: torch.Tensor) -> torch.Tensor:
         """A copy that the caller's later work does not change, made on the caller's stream."""
 
     @abstractmethod
-    def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
-        """The caller's stream goes on after the moment, and may use the payload."""
+    def hand_to_caller(self, payload: torch.Tensor, event: Event) -> None:
+        """The caller's stream goes on after the event, and may use the payload."""
 
 
 def device_here(kind: str) -> torch.device:
@@ -88,7 +88,7 @@ def device_here(kind: str) -> torch.device:
     return torch.device(kind, torch.cuda.current_device())
 
 
-class HostLane(Lane):
+class HostStream(Stream):
     """Host memory: whatever was called is done.
 
     Args:
@@ -101,13 +101,13 @@ class HostLane(Lane):
     def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
         self._take = take
 
-    def callers_moment(self) -> None:
+    def record_caller(self) -> None:
         """Everything is done."""
 
-    def moment(self) -> None:
+    def record(self) -> None:
         """Everything is done."""
 
-    def entered(self, after: Moment | None = None) -> AbstractContextManager[None]:
+    def entered(self, after: Event | None = None) -> AbstractContextManager[None]:
         """Nothing to enter but the modes to leave."""
         del after
         return outside_modes()
@@ -124,16 +124,16 @@ class HostLane(Lane):
         """Copy at once."""
         target.copy_(source)
 
-    def kept(self, payload: torch.Tensor) -> torch.Tensor:
+    def cloned(self, payload: torch.Tensor) -> torch.Tensor:
         """A copy in a buffer from the pool."""
         with outside_modes():
             return self._take(payload.numel()).copy_(payload)
 
-    def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
+    def hand_to_caller(self, payload: torch.Tensor, event: Event) -> None:
         """Do nothing: the payload is there."""
 
 
-class CudaMoment(Moment):
+class CudaEvent(Event):
     """An event that has been recorded.
 
     Args:
@@ -149,7 +149,7 @@ class CudaMoment(Moment):
         return bool(self.event.query())
 
 
-class CudaLane(Lane):
+class CudaStream(Stream):
     """A CUDA stream on the device that is current where this is made. No GPU has run it yet."""
 
     def __init__(self) -> None:
@@ -157,25 +157,25 @@ class CudaLane(Lane):
         self._stream = torch.cuda.Stream(self.device)
         self.handle = self._stream.cuda_stream
 
-    def callers_moment(self) -> Moment:
+    def record_caller(self) -> Event:
         """An event on the thread's current stream."""
         return self._mark(torch.cuda.current_stream(self.device))
 
-    def moment(self) -> Moment:
+    def record(self) -> Event:
         """An event on this stream."""
         return self._mark(self._stream)
 
     @staticmethod
-    def _mark(stream: torch.cuda.Stream) -> CudaMoment:
+    def _mark(stream: torch.cuda.Stream) -> CudaEvent:
         event = torch.cuda.Event()
         event.record(stream)
-        return CudaMoment(event)
+        return CudaEvent(event)
 
     @contextmanager
-    def entered(self, after: Moment | None = None) -> Iterator[None]:
+    def entered(self, after: Event | None = None) -> Iterator[None]:
         """Enter `torch.cuda.stream`; it sets the thread's device as well."""
         with torch.cuda.stream(self._stream), outside_modes():
-            if isinstance(after, CudaMoment):
+            if isinstance(after, CudaEvent):
                 self._stream.wait_event(after.event)
             yield
 
@@ -193,14 +193,14 @@ class CudaLane(Lane):
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
-    def kept(self, payload: torch.Tensor) -> torch.Tensor:
+    def cloned(self, payload: torch.Tensor) -> torch.Tensor:
         """A clone; it is kept until the transport has read it."""
         with outside_modes():
             return payload.clone()
 
-    def hand_over(self, payload: torch.Tensor, moment: Moment) -> None:
+    def hand_to_caller(self, payload: torch.Tensor, event: Event) -> None:
         """Wait for an event; torch's allocator learns that the memory is used there as well."""
         stream = torch.cuda.current_stream(self.device)
-        if isinstance(moment, CudaMoment):
-            stream.wait_event(moment.event)
+        if isinstance(event, CudaEvent):
+            stream.wait_event(event.event)
         payload.record_stream(stream)
