@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from stagelink.transport.streams import Event, Stream
+from stagelink.transport.streams import Stream, StreamEvent
 from stagelink_cupy import Cupy
 from tests.cupy.double import CudaDouble
 from tests.cupy.machine import DoubleConfig
@@ -30,7 +30,7 @@ NOT_WRITTEN = 0xA5
 _PATIENCE_S = 15.0
 
 
-class DoubleMoment(Event):
+class DoubleMoment(StreamEvent):
     """An event of the double."""
 
     def __init__(self, rt: CudaDouble, device: int, stream: int) -> None:
@@ -83,10 +83,10 @@ class DoubleStream(Stream):
     def record_caller(self) -> None:
         """Everything is done."""
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         return DoubleMoment(self._rt, self._device, self.handle)
 
-    def entered(self, after: Event | None = None) -> AbstractContextManager[None]:
+    def entered(self, after: StreamEvent | None = None) -> AbstractContextManager[None]:
         assert after is None
         return nullcontext()
 
@@ -104,7 +104,7 @@ class DoubleStream(Stream):
     def cloned(self, payload: torch.Tensor) -> torch.Tensor:
         return payload.clone()
 
-    def hand_to_caller(self, payload: torch.Tensor, moment: Event) -> None:
+    def hand_to_caller(self, payload: torch.Tensor, moment: StreamEvent) -> None:
         began = time.monotonic()
         while not moment.reached:
             assert time.monotonic() - began < _PATIENCE_S

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stagelink
-from stagelink.transport.streams import Event, HostStream
+from stagelink.transport.streams import HostStream, StreamEvent
 from stagelink_nccl import issuer
 from stagelink_nccl.link import _LinkTask
 from tests.nccl.over_gloo import GlooGroup, NcclOverGloo, let_issuers_end
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 LATE_S = 0.3
 
 
-class Late(Event):
+class Late(StreamEvent):
     """Is reached a while after it was made."""
 
-    def __init__(self, *moments: Event) -> None:
+    def __init__(self, *moments: StreamEvent) -> None:
         self._at = time.monotonic() + LATE_S
         self._moments = moments
 
@@ -49,16 +49,16 @@ class LateStream(HostStream):
 
     def __init__(self) -> None:
         super().__init__(lambda size: torch.empty(size, dtype=torch.uint8))
-        self.waits: list[Event] = []
+        self.waits: list[StreamEvent] = []
 
-    def record_caller(self) -> Event:  # type: ignore[override]
+    def record_caller(self) -> StreamEvent:  # type: ignore[override]
         return Late()
 
-    def record(self) -> Event | None:  # type: ignore[override]
+    def record(self) -> StreamEvent | None:  # type: ignore[override]
         return Late(*self.waits) if self.waits else None
 
     @contextmanager
-    def entered(self, after: Event | None = None) -> Iterator[None]:
+    def entered(self, after: StreamEvent | None = None) -> Iterator[None]:
         if after is not None:
             self.waits.append(after)
         yield

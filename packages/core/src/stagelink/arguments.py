@@ -13,24 +13,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from stagelink.errors import UsageError
 from stagelink.text import shown
 
-__all__ = [
-    "CALLABLE",
-    "COUNT",
-    "FLAG",
-    "ITERABLE",
-    "MAPPING",
-    "NAME",
-    "PATH",
-    "SECONDS",
-    "Expected",
-    "checked",
-    "expect",
-    "given_seconds",
-    "instance",
-    "is_a",
-    "optional",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -6,8 +6,6 @@ import difflib
 import reprlib
 from collections.abc import Hashable, Iterable, Iterator
 
-__all__ = ["did_you_mean", "kind", "quoted", "ranges", "repeats", "shown", "unknown"]
-
 _MOST_NAMES = 24
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 60

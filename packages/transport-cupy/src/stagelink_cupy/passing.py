@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from stagelink.transport.contract import Port
-    from stagelink.transport.streams import Event
+    from stagelink.transport.streams import StreamEvent
     from stagelink_cupy.notes import Piece
     from stagelink_cupy.region import Region
 
@@ -67,7 +67,7 @@ class Passing:
         self._payload = payload
         self._address = payload.data_ptr()
         self._left_bytes = payload.numel()
-        self._queued: deque[tuple[Piece, Event | None]] = deque()
+        self._queued: deque[tuple[Piece, StreamEvent | None]] = deque()
 
     def go_on(self) -> bool:
         """Queue the copy of the next piece, if there is one; never waits."""
@@ -87,7 +87,7 @@ class Passing:
         another process, which may die.
         """
         self._end.region.use()
-        moment: Event | None = None
+        moment: StreamEvent | None = None
         while self._queued or self._left_bytes:
             while len(self._queued) < _AHEAD and self.go_on():
                 pass

@@ -21,8 +21,6 @@ from stagelink.links.out_link import SendJob
 from stagelink.plan import Plan
 from stagelink.transport.header import Direction, Header, MessageKind
 
-__all__ = ["WINDOW", "HandlerPipe", "LinkPipe", "pair_plan"]
-
 WINDOW = 2 * IN_FLIGHT
 _PATIENCE_S = 60.0
 

@@ -13,8 +13,6 @@ import torch
 
 from stagelink.bench.records import ONE_WAY_READ, Subject
 
-__all__ = ["IN_FLIGHT", "Pipe", "Timed", "buffers_of", "read", "timed"]
-
 IN_FLIGHT = 4
 
 

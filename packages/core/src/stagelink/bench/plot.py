@@ -9,8 +9,6 @@ from matplotlib.figure import Figure
 
 from stagelink.bench.records import Record
 
-__all__ = ["draw"]
-
 _PANELS = (
     ("one_way", "median_us", "one way, µs"),
     ("stream", "gib_per_s", "stream, GiB/s"),

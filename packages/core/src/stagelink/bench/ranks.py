@@ -32,18 +32,6 @@ from stagelink.exchange.connect import join
 from stagelink.exchange.handler import Handler
 from stagelink.plugins.plugins import Plugins
 
-__all__ = [
-    "SIZES_BYTES",
-    "Case",
-    "Job",
-    "Times",
-    "measure",
-    "pin",
-    "pipes_of",
-    "records_of",
-    "rounds",
-]
-
 _KIB = 1024
 SIZES_BYTES = (8, 64, 512, *(_KIB * size for size in (4, 64, 256, 1024, 4096, 16384, 65536)))
 """Payloads of a measurement by default."""

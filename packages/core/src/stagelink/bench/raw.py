@@ -14,8 +14,6 @@ import torch.distributed as dist
 from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
 from stagelink.bench.records import ONE_WAY_READ, Subject
 
-__all__ = ["COPIERS", "Copier", "PostedPipe", "RawPipe", "copy_once"]
-
 Copier = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies to its first argument what is in its second."""
 

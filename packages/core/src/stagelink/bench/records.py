@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "ONE_WAY_READ", "Record", "Subject"]
-
 KINDS = ("one_way", "stream", "duplex")
 """What is measured.
 

@@ -24,8 +24,6 @@ from stagelink.text import did_you_mean
 from stagelink.transport.contract import Footprint, Link
 from stagelink.transport.host import memory_bytes, server_id
 
-__all__ = ["Assumed", "AssumedLink", "assume", "check_here"]
-
 
 @dataclass(frozen=True, slots=True)
 class AssumedLink:

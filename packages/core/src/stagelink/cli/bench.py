@@ -29,8 +29,6 @@ from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import verify
 from stagelink.transport.host import memory_bytes
 
-__all__ = ["bench_command"]
-
 _KIB = 1024
 _Write = Callable[["Sequence[Record]", str], None]
 _TITLES = {

@@ -21,8 +21,6 @@ from stagelink.plugins.offers import parse_options, survey
 from stagelink.plugins.plugins import Plugins
 from stagelink.transport.contract import Transport
 
-__all__ = ["doctor_command"]
-
 _STYLES = {"usable": "green", "unusable": "yellow", "broken": "bold red", "disabled": "dim"}
 
 

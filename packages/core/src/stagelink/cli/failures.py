@@ -20,8 +20,6 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from stagelink.errors import AbortedError, PeerClosedError, PeerLostError
 
-__all__ = ["CONSEQUENCES", "first_failure", "launching"]
-
 CONSEQUENCES = (AbortedError, PeerClosedError, PeerLostError)
 """Errors that tell of another rank's failure, or of its end before it was done."""
 

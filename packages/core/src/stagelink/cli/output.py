@@ -18,19 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "ResultFile",
-    "make_printable",
-    "new_table",
-    "plan_file",
-    "plugins_print_to_stderr",
-    "print_json",
-    "print_note",
-    "print_parts",
-    "printable",
-    "write_results",
-]
-
 
 class ResultFile(click.Path):
     """A file to write later; what can be wrong with it is looked for now.

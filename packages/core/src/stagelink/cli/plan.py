@@ -26,8 +26,6 @@ from stagelink.schedule import (
     verify,
 )
 
-__all__ = ["plan_command"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Report:

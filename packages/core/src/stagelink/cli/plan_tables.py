@@ -22,8 +22,6 @@ from stagelink.schedule import Action, Grid, Verification, verify
 from stagelink.text import ranges
 from stagelink.transport.contract import Footprint, Link
 
-__all__ = ["grid_texts", "grid_values", "plan_tables"]
-
 _MOST_LISTED = 6
 _MOST_OF_A_REASON = 100
 

@@ -14,8 +14,6 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["main"]
-
 _OWN_FILES = (__file__, "<frozen runpy>")
 
 

@@ -21,8 +21,6 @@ from stagelink.errors import PlanError
 from stagelink.plan import Plan
 from stagelink.schedule import require, verify
 
-__all__ = ["PLAN_VARIABLE", "run_command"]
-
 PLAN_VARIABLE = "STAGELINK_PLAN"
 """Environment variable that tells the script the plan's path."""
 

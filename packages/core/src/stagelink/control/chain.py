@@ -18,8 +18,6 @@ from stagelink.deadline import Deadline
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import Direction, Header, MessageKind
 
-__all__ = ["Awaited", "Chain"]
-
 _ANSWER_S = 1.0
 """How long the ranks of a chain have to answer, all together."""
 

@@ -22,8 +22,6 @@ from stagelink.errors import ProtocolError
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Door"]
-
 logger = logging.getLogger("stagelink")
 
 MAX_STRANGERS = 64

@@ -22,8 +22,6 @@ from stagelink.errors import (
 )
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Failure", "State"]
-
 _EXPLAIN_S = 0.5
 
 

@@ -16,18 +16,6 @@ from typing import Any, NamedTuple
 from stagelink.errors import ProtocolError
 from stagelink.transport.header import HEADER_BYTES, Flag, Header, MessageKind
 
-__all__ = [
-    "MAX_FDS",
-    "PROOF_BYTES",
-    "READ_BYTES",
-    "Frame",
-    "Framing",
-    "Proof",
-    "close_all",
-    "decode",
-    "encode",
-]
-
 MAX_FDS = 253
 """File descriptors that one frame may carry: what the kernel takes at once."""
 

@@ -25,8 +25,6 @@ from stagelink.errors import ConnectError, RankTakenError
 from stagelink.transport.board import look_until
 from stagelink.transport.host import process_id
 
-__all__ = ["LEADER", "Generations", "Holder", "Keys", "listed"]
-
 _T = TypeVar("_T")
 LEADER = 0
 """The rank that leads."""

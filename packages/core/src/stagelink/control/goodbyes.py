@@ -13,8 +13,6 @@ from stagelink.control.reader import Reader
 from stagelink.errors import PeerClosedError
 from stagelink.transport.header import Header, MessageKind
 
-__all__ = ["Goodbyes"]
-
 
 class Goodbyes:
     """Goodbyes of one rank; its reader's lock guards them.

@@ -15,8 +15,6 @@ from torch.distributed import Store
 
 from stagelink.errors import PlanError
 
-__all__ = ["Launch", "StoreAddress"]
-
 _FORMS = "known forms: tcp://host:port, tcp://[IPv6 address]:port, file:///path"
 _PORTS = range(1, 65536)
 _TCP = re.compile(r"tcp://(?P<host>\[[^\[\]]*\]|[^:/?#@\[\]]*)(?::(?P<port>[^:/]*))?/?")

@@ -31,8 +31,6 @@ from stagelink.transport.header import VERSION
 from stagelink.transport.host import process_id, server_id
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Meeting", "gloo_address_by", "listen", "own_address_by", "wait_for_ranks"]
-
 logger = logging.getLogger("stagelink")
 _BACKLOG = 4096
 _TELL_S = 0.25

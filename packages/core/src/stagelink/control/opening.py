@@ -26,8 +26,6 @@ from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["open_store"]
-
 logger = logging.getLogger("stagelink")
 _PAUSE_S = 0.1
 _TORCHS = timedelta(seconds=300)

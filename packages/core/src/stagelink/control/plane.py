@@ -27,8 +27,6 @@ from stagelink.errors import PeerLostError, ProtocolError, UsageError
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["MessageHandler", "Plane"]
-
 MessageHandler = Callable[[int, Frame], None]
 """What a kind of message does: called with the peer and the frame, on the reading thread."""
 

@@ -26,8 +26,6 @@ from collections.abc import Callable
 from stagelink.control.watches import Action, Bell, Waker, Watch, Watches, event_mask
 from stagelink.deadline import Deadline
 
-__all__ = ["Reader"]
-
 _GRACE_S = 0.001
 """Time from the last call until the standby comes in."""
 

@@ -20,8 +20,6 @@ from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, ProtocolError, UsageError
 from stagelink.transport.header import Direction, Header, MessageKind
 
-__all__ = ["Reducer", "Tree", "spanning_tree"]
-
 _COMBINE: dict[str, Callable[[float, float], float]] = {
     "sum": lambda a, b: a + b,
     "max": max,

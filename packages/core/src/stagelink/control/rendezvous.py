@@ -24,8 +24,6 @@ from stagelink.errors import ConnectError
 from stagelink.transport.board import look_until
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Rendezvous"]
-
 _TELL_S = 0.06
 """How long a rank has waited for addresses when it leaves word of that."""
 

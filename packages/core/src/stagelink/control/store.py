@@ -27,8 +27,6 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 
-__all__ = ["Remote", "StoreClient", "remote_of", "store_host"]
-
 logger = logging.getLogger("stagelink")
 _T = TypeVar("_T")
 Remote = tuple[str, int]

@@ -19,8 +19,6 @@ from functools import partial
 from stagelink.deadline import Deadline
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Action", "Bell", "Waker", "Watch", "Watches", "event_mask"]
-
 _ACTION_S = 2.0
 """How long the end of a watch waits for an action, which must not take 1 ms."""
 

@@ -23,8 +23,6 @@ from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import Verification, require, verify
 from stagelink.transport.contract import Transport
 
-__all__ = ["connect", "join"]
-
 
 @checked(
     plan=instance(Plan, "a Plan"),

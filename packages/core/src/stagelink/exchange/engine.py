@@ -26,8 +26,6 @@ from stagelink.transport.events import Event, EventName
 from stagelink.transport.header import Header
 from stagelink.transport.streams import device_here
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger("stagelink")
 
 _LAST_SESSION = 2**32

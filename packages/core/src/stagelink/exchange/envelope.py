@@ -18,8 +18,6 @@ from stagelink.transport.header import NO_TRACE, Flag, Header, MessageKind
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of, from_bytes, from_raw, to_bytes
 
-__all__ = ["Terms", "check_contract", "check_gradient", "seal", "unseal"]
-
 
 class Terms(NamedTuple):
     """Terms that messages of one session have in common.

@@ -44,8 +44,6 @@ from stagelink.schedule import (
 from stagelink.transport.contract import Link
 from stagelink.transport.events import LinkCounters
 
-__all__ = ["Handler"]
-
 _FUTURE = Expected(
     "a future of torch or of the standard library",
     lambda value: hasattr(value, "done") and hasattr(value, "add_done_callback"),

@@ -11,8 +11,6 @@ from stagelink.deadline import Deadline
 from stagelink.links.out_link import SendJob
 from stagelink.links.route import OutRoute
 
-__all__ = ["SENT", "Awaited", "RecvHandle", "SendHandle"]
-
 _Sent = tuple[OutRoute, SendJob]
 
 

@@ -13,9 +13,6 @@ from stagelink.errors import ProtocolError
 from stagelink.links.arrival import Arrival, Key
 from stagelink.transport.header import Direction
 
-__all__ = ["Inbox"]
-
-
 A = TypeVar("A", bound="Arrival")
 
 

@@ -25,8 +25,6 @@ from stagelink.links.node import Node
 from stagelink.links.route import InRoute, Observe
 from stagelink.transport.header import Flag, Header, MessageKind
 
-__all__ = ["Incoming", "Received"]
-
 _TENSORS = frozenset({MessageKind.DATA, MessageKind.GRAD})
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from stagelink.exchange.incoming import Received
 
-__all__ = ["Ledger", "Marks"]
-
 
 class Marks:
     """A set of numbers from 0 that fills up from below, in little memory however many it holds.

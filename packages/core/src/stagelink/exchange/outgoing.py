@@ -25,8 +25,6 @@ from stagelink.links.route import Observe, OutRoute, Trace
 from stagelink.links.window import Window
 from stagelink.transport.header import NO_TRACE, Direction, Header, MessageKind
 
-__all__ = ["Outgoing"]
-
 _MAX_TEXT = 10_000
 """Characters of an error's text that a peer is told."""
 

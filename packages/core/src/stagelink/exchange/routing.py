@@ -16,8 +16,6 @@ from stagelink.plan import Edge, Plan
 from stagelink.schedule import microbatches_of, period, rank_for
 from stagelink.transport.header import Direction
 
-__all__ = ["RoutingTable"]
-
 _SHOWN = 5
 
 

@@ -16,8 +16,6 @@ from stagelink.exchange.sessions import STOPPED, Opening, SessionRecord
 from stagelink.exchange.traffic import Traffic
 from stagelink.schedule import Action, Mode, actions_of
 
-__all__ = ["Session", "session_class"]
-
 
 class Session:
     """Sends and receives of one rank for the microbatches of one pass; made by the handler.

@@ -27,8 +27,6 @@ from stagelink.plan import Plan
 from stagelink.schedule import UNTIL_END, Mode, check_microbatches
 from stagelink.transport.header import Header, MessageKind
 
-__all__ = ["STOPPED", "Opening", "SessionRecord", "Sessions"]
-
 STOPPED = " because it was stopped"
 """Why a rank left that wants all to leave."""
 

@@ -18,8 +18,6 @@ from stagelink.exchange.handler import Handler
 from stagelink.plan import LinkRule, Plan
 from stagelink.transport.loopback import Loopback
 
-__all__ = ["RankThread", "in_one_process"]
-
 T = TypeVar("T")
 
 _PATIENCE_S = 5.0

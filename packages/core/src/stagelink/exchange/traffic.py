@@ -22,8 +22,6 @@ from stagelink.schedule import UNTIL_END, Mode
 from stagelink.transport.header import Direction, Flag
 from stagelink.transport.modes import outside_modes
 
-__all__ = ["Traffic"]
-
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 

@@ -14,8 +14,6 @@ import weakref
 from multiprocessing.util import Finalize
 from typing import Protocol
 
-__all__ = ["Leaver", "closed", "opened"]
-
 
 class Leaver(Protocol):
     """An object that is to be left."""

@@ -25,15 +25,6 @@ from torch.futures import Future
 from stagelink.errors import ConnectError
 from stagelink.transport.gloo_groups import THREADS, break_off, gloo_group
 
-__all__ = [
-    "ExplainedGroup",
-    "ExplainedWork",
-    "WithCollectives",
-    "explained",
-    "recorded",
-    "untraced",
-]
-
 _BREAK_S = 2.0
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _YES = frozenset({"1", "t", "true", "y", "yes"})

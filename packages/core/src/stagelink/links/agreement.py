@@ -17,8 +17,6 @@ from stagelink.plugins.choice import Asker, Choice, choose
 from stagelink.plugins.offers import End
 from stagelink.transport.header import Header, MessageKind
 
-__all__ = ["Agreement", "Choices"]
-
 Choices = Mapping[tuple[int, int, int], "Choice"]
 """The transport of each (edge index, source rank, target rank) that touches a rank."""
 

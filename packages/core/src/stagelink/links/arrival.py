@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stagelink.transport.header import Direction, Header
-from stagelink.transport.streams import Event
-
-__all__ = ["Arrival", "Key"]
+from stagelink.transport.streams import StreamEvent
 
 
 class Key(NamedTuple):
@@ -68,9 +66,9 @@ class Arrival:
         )
         self.peer = peer
         self.on_complete = on_complete
-        self.after: Event | None = None
+        self.after: StreamEvent | None = None
         self.buffer: torch.Tensor | None = None
-        self.event: Event | None = None
+        self.event: StreamEvent | None = None
         self.payload: torch.Tensor | bytes | None = None
         self.settled = False
         self.refusal: str | None = None

@@ -10,8 +10,6 @@ from stagelink.plan import Edge, Limits
 from stagelink.transport.contract import Link
 from stagelink.transport.header import Header
 
-__all__ = ["Bound", "check_declared"]
-
 
 class Bound(NamedTuple):
     """The most that one payload may have.

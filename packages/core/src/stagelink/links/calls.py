@@ -17,8 +17,6 @@ from stagelink.errors import StagelinkError, TransportError
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.streams import Stream
 
-__all__ = ["GRACE_S", "give_back", "mapped", "raise_mapped"]
-
 logger = logging.getLogger("stagelink")
 
 GRACE_S = 0.2

@@ -18,9 +18,6 @@ from stagelink.errors import ClosedError, PeerClosedError, TransportError
 from stagelink.links.calls import mapped
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Begun", "Completion"]
-
-
 _T = TypeVar("_T")
 
 

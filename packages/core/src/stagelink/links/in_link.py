@@ -22,8 +22,6 @@ from stagelink.transport.contract import Capabilities, Link, Receiver
 from stagelink.transport.payload import payload_problem
 from stagelink.transport.streams import Stream
 
-__all__ = ["InLink"]
-
 
 class _Announced(NamedTuple):
     arrival: Arrival

@@ -19,8 +19,6 @@ from stagelink.links.completion import Completion
 from stagelink.transport.contract import Link, Receiver, Sender
 from stagelink.transport.streams import Stream
 
-__all__ = ["LinkEnd"]
-
 logger = logging.getLogger("stagelink")
 _T = TypeVar("_T")
 

@@ -33,8 +33,6 @@ from stagelink.transport.contract import Link, Transport
 from stagelink.transport.host import process_id, server_id
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Node"]
-
 logger = logging.getLogger("stagelink")
 _MAX_FACTS_BYTES = 64 * 1024 * 1024
 _ABORT_KEY_S = 1.0

@@ -19,9 +19,7 @@ from stagelink.links.completion import Begun
 from stagelink.links.link_end import LinkEnd
 from stagelink.transport.contract import Capabilities, Link, Message, Sender
 from stagelink.transport.header import Header
-from stagelink.transport.streams import Event, Stream
-
-__all__ = ["OutLink", "SendJob"]
+from stagelink.transport.streams import Stream, StreamEvent
 
 _MOST_ASKED = 100
 """How often in turn a ``begin`` may say that it has made room, and find none."""
@@ -50,7 +48,7 @@ class SendJob:
         self.private = private
         self.announced = False
         self.finished = False
-        self.event: Event | None = None
+        self.event: StreamEvent | None = None
 
 
 class OutLink(LinkEnd[SendJob]):

@@ -23,8 +23,6 @@ from stagelink.transport.header import MAX_NOTE_BYTES, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.streams import Stream
 
-__all__ = ["Services", "other_end", "port_of", "post_for"]
-
 
 def other_end(link: Link, rank: int) -> int:
     """The rank at the end that is not this rank's."""

@@ -12,8 +12,6 @@ from stagelink.transport.contract import Link
 from stagelink.transport.events import EventName, LinkCounters
 from stagelink.transport.header import Direction, Header
 
-__all__ = ["InRoute", "Observe", "OutRoute", "RouteKey", "Trace"]
-
 Observe = Callable[["EventName", "Link", "Header", float, float], None]
 """Tell observers: event, link, the message's header, seconds, and when it ended."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from stagelink.plan import Edge, Plan, Stage
 from stagelink.schedule import pairs
 
-__all__ = ["followers_of", "neighbours", "routes_of", "siblings_of"]
-
 
 def neighbours(plan: Plan) -> dict[int, tuple[int, ...]]:
     """Ranks that each rank is connected to, ascending.

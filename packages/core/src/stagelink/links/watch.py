@@ -14,8 +14,6 @@ from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError
 
-__all__ = ["AbortWatch"]
-
 _EVERY_S = 1.0
 
 

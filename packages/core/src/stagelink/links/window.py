@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from stagelink.errors import ProtocolError
 
-__all__ = ["PeerWindow", "Window"]
-
 
 class _Parked(NamedTuple):
     session: int

@@ -35,8 +35,6 @@ from stagelink.transport.events import LinkCounters
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.streams import HostStream
 
-__all__ = ["Wiring"]
-
 
 class Wiring:
     """The links of one rank.

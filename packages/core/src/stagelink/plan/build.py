@@ -11,8 +11,6 @@ from stagelink.plan.document import Document, LinkTable, TensorTable
 from stagelink.plan.dtypes import DTYPE_BY_NAME
 from stagelink.plan.model import Edge, LinkRule, Stage, Tensor
 
-__all__ = ["diagonal", "edges_of", "rules_of", "servers_of", "stages_of", "tensors_of"]
-
 
 def stages_of(document: Document) -> tuple[Stage, ...]:
     """The stages, in the order of the file, which is the pipeline's."""

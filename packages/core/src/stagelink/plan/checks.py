@@ -13,8 +13,6 @@ from stagelink.plan.model import AUTO, WITH_WARM_UP, most_microbatches, too_many
 from stagelink.plan.problems import Problem
 from stagelink.text import did_you_mean, quoted, ranges, repeats, shown, unknown
 
-__all__ = ["cross_problems", "pieces", "shortest_path"]
-
 
 def _names(key: str, document: Document) -> Iterator[Problem]:
     """Names of stages, or of tensors, that are taken."""

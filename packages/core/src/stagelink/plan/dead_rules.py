@@ -13,9 +13,6 @@ from stagelink.plan.model import Edge, LinkRule, named_keys
 from stagelink.plan.problems import Problem
 from stagelink.text import quoted
 
-__all__ = ["dead_rules"]
-
-
 _OF_EVERY_PLAN = frozenset({"same_server", "device"})
 """Keys that speak of no stage, rank, server or tensor of the plan."""
 

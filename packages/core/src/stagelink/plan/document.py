@@ -12,17 +12,6 @@ from stagelink.plan.dtypes import DTYPE_BY_NAME, MAX_DIMS
 from stagelink.plan.model import ROUTINGS, SCHEDULES
 from stagelink.text import shown, unknown
 
-__all__ = [
-    "OWN_TEXT",
-    "Control",
-    "Document",
-    "Limits",
-    "LinkTable",
-    "PipelineTable",
-    "StageTable",
-    "TensorTable",
-]
-
 OWN_TEXT = "own_text"
 """Type of the errors whose message is already a whole text of ours."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DTYPES", "DTYPE_BY_CODE", "DTYPE_BY_NAME", "MAX_DIMS", "DType"]
-
 MAX_DIMS = 8
 """Most dimensions that a tensor on the wire can have."""
 

@@ -26,8 +26,6 @@ from stagelink.plan.problems import Problem, plan_error
 from stagelink.plan.reading import problem_text
 from stagelink.text import ranges, shown
 
-__all__ = ["is_json", "parse_pipedream", "parse_toml", "read_mapping", "read_text"]
-
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The plan's mapping: of a TOML file, or as a PipeDream configuration (``.json``) stands for.

@@ -9,23 +9,6 @@ from typing import Any
 
 from stagelink.text import shown
 
-__all__ = [
-    "ASYNCHRONOUS",
-    "AUTO",
-    "ROUTINGS",
-    "SCHEDULES",
-    "WITH_WARM_UP",
-    "Edge",
-    "LinkRule",
-    "Stage",
-    "Tensor",
-    "link_facts",
-    "most_microbatches",
-    "named_keys",
-    "rule_for",
-    "too_many_microbatches",
-]
-
 ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw"})
 """Schedules that change weights while microbatches are in flight."""
 

@@ -31,8 +31,6 @@ from stagelink.plan.problems import launch_problems
 from stagelink.plan.reading import read_document
 from stagelink.text import shown, unknown
 
-__all__ = ["Plan", "differences", "digest_of"]
-
 
 @dataclass(frozen=True)
 class Plan:

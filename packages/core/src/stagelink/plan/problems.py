@@ -11,8 +11,6 @@ from typing import TypeGuard
 from stagelink.errors import PlanError
 from stagelink.text import shown
 
-__all__ = ["Problem", "launch_problems", "plan_error"]
-
 _MOST_PROBLEMS = 100
 _BARE_KEY = re.compile(r"[A-Za-z0-9_\-\[\]]+")
 

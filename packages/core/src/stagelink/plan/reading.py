@@ -23,8 +23,6 @@ from stagelink.plan.document import (
 from stagelink.plan.problems import Problem, plan_error
 from stagelink.text import shown, unknown
 
-__all__ = ["problem_text", "read_document"]
-
 _TABLES: Mapping[str | int, type[BaseModel]] = {
     "pipeline": PipelineTable,
     "stages": StageTable,

@@ -19,17 +19,6 @@ from stagelink.plugins.relay import Relay
 from stagelink.text import quoted
 from stagelink.transport.contract import Capabilities, Endpoint, Link, Verdict
 
-__all__ = [
-    "Asker",
-    "Choice",
-    "Eligibility",
-    "Refusal",
-    "asked_for",
-    "asker",
-    "choose",
-    "device_of",
-]
-
 
 class Asker(NamedTuple):
     """Questions to this process's transports and plugins beyond the plan and the offers.

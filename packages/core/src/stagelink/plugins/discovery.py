@@ -10,16 +10,6 @@ from importlib import metadata
 from stagelink.errors import PluginError
 from stagelink.text import unknown
 
-__all__ = [
-    "DISABLE_VARIABLE",
-    "OBSERVERS",
-    "TRANSPORTS",
-    "Found",
-    "Installed",
-    "conflict",
-    "discover",
-]
-
 TRANSPORTS = "stagelink.transports"
 """Entry-point group of transports: the entry's name is `Transport.name`, its value a module."""
 

@@ -28,8 +28,6 @@ from stagelink.transport.contract import (
 )
 from stagelink.transport.interrupts import raised_by_signal_handler
 
-__all__ = ["End", "Offer", "State", "Survey", "parse_options", "survey"]
-
 State = Literal["usable", "unusable", "broken", "disabled", "absent"]
 """Whether a rank can use a transport.
 

@@ -33,8 +33,6 @@ from stagelink.plugins.relay import Relay
 from stagelink.text import quoted
 from stagelink.transport.contract import Transport
 
-__all__ = ["Broken", "Plugins"]
-
 
 @dataclass(frozen=True, slots=True)
 class Broken:

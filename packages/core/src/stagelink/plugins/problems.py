@@ -28,8 +28,6 @@ from stagelink.transport import hooks
 from stagelink.transport.contract import API_VERSION, Capabilities, Transport
 from stagelink.transport.interrupts import raised_by_signal_handler
 
-__all__ = ["attempt", "broken", "new_manager", "plugin_problems", "raised", "transport_problems"]
-
 _MOST_CAUSES = 5
 _CALLERS = (importlib.__file__, pluggy.__file__, pydantic.__file__, __file__)
 _BETWEEN = (

@@ -16,8 +16,6 @@ from stagelink.transport.events import Event, LinkCounters
 from stagelink.transport.header import NO_TRACE, TRACE_BYTES, Header
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Relay"]
-
 
 class Relay:
     """The hooks of one handler's plugins."""

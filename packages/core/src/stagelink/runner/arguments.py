@@ -20,17 +20,6 @@ from stagelink.runner.losses import Reduction, module_of, reduction_of
 from stagelink.runner.step import Steppers, Trained, held_by
 from stagelink.text import kind, shown
 
-__all__ = [
-    "agree",
-    "check_batches",
-    "check_parts",
-    "check_scored",
-    "check_scores",
-    "check_trainable",
-    "check_trains",
-    "steppers_of",
-]
-
 
 def check_parts(comm: object, module: object, progress: object) -> None:
     """Make sure that a runner is given a handler and a module, and told whether it shows a bar.

@@ -16,8 +16,6 @@ from stagelink.errors import MessageError, UsageError
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.payload import memory_of
 
-__all__ = ["END", "Batch", "Feed", "check_mapping", "cut", "items_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:

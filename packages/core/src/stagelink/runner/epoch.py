@@ -30,8 +30,6 @@ from stagelink.runner.sync import ReplicaSync
 from stagelink.runner.versions import Versions
 from stagelink.schedule import UNTIL_END, Action, Kind, most_of_one, rounds_per_update, version_for
 
-__all__ = ["AsyncEpoch", "Bar", "Counts", "Epoch", "cut_all", "failing"]
-
 
 class Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
     """A progress bar."""

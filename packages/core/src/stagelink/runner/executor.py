@@ -17,8 +17,6 @@ from stagelink.runner.scores import Scores
 from stagelink.runner.summary import Clock
 from stagelink.schedule import Action, Kind
 
-__all__ = ["Executor", "Station"]
-
 _LOSS = "loss"
 _OWN_USES = 2
 """References to memory that one tensor has: its own, and that of the question."""

@@ -19,20 +19,6 @@ from torch.nn import functional
 
 from stagelink.errors import UsageError
 
-__all__ = [
-    "BackwardDone",
-    "Loss",
-    "LossSum",
-    "Metric",
-    "Reduction",
-    "counting",
-    "elements_of",
-    "is_mean_of_unknown",
-    "module_of",
-    "one_number",
-    "reduction_of",
-]
-
 
 class LossSum(NamedTuple):
     """A loss, or a metric, that is the mean over something else than items.

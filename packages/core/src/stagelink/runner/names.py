@@ -17,8 +17,6 @@ from stagelink.plan import Plan, Stage
 from stagelink.runner.parameters import parameters_of
 from stagelink.text import unknown
 
-__all__ = ["TARGET", "Names", "Tensors"]
-
 TARGET = "target"
 """The tensor that the last stage compares its output with; its module does not get it."""
 

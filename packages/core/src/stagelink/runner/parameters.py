@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Parameters", "parameters_of"]
-
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 """Where torch's own wrappers keep the module that they call."""
 

@@ -35,8 +35,6 @@ from stagelink.runner.summary import Clock, Summary, shares_of_all
 from stagelink.runner.sync import ReplicaSync
 from stagelink.schedule import replica_for
 
-__all__ = ["PipelineRunner"]
-
 
 class PipelineRunner:
     """Trains and evaluates a stage's module together with the other ranks' runners.

@@ -32,8 +32,6 @@ from stagelink.transport.board import look_until
 from stagelink.transport.gloo_groups import break_off, gloo_group
 from stagelink.transport.host import server_id
 
-__all__ = ["ReplicaGroup"]
-
 _PAUSE_S = 0.005
 _CAUSE_S = 2.0
 _LATER_S = 1.0

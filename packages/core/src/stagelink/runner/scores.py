@@ -22,8 +22,6 @@ from stagelink.runner.losses import (
     one_number,
 )
 
-__all__ = ["Counted", "Scores", "means"]
-
 _Total = torch.Tensor | float
 
 _UNKNOWN = (

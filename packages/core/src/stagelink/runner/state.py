@@ -12,8 +12,6 @@ from stagelink.exchange.handler import Handler
 from stagelink.runner.step import Steppers, Trained
 from stagelink.text import shown
 
-__all__ = ["State"]
-
 
 class State:
     """Gives a stage's state, and takes one over; of a loss where it keeps anything."""

@@ -16,8 +16,6 @@ from stagelink.exchange.handler import Handler
 from stagelink.runner.scores import Counted
 from stagelink.runner.summary import Clock
 
-__all__ = ["OptimizerStep", "Steppers", "Trained", "held_by"]
-
 
 def held_by(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """The tensors that optimizers hold, each once, in their order."""

@@ -18,8 +18,6 @@ from stagelink.runner.epoch import cut_all, failing
 from stagelink.runner.names import TARGET, Names, Tensors
 from stagelink.schedule import UNTIL_END
 
-__all__ = ["Output", "Stream", "passing"]
-
 _unfinished: set[Generator[Output, None, None]] = set()
 _collecting: set[int] = set()
 """The threads in which the garbage collector is running."""

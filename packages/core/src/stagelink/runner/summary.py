@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from stagelink.exchange.handler import Handler
 
-__all__ = ["Clock", "Shares", "Summary", "shares_of_all"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shares:

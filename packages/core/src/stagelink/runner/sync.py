@@ -14,9 +14,6 @@ from stagelink.runner.replicas import ReplicaGroup
 from stagelink.runner.step import Trained
 from stagelink.transport.payload import bytes_of, memory_of
 
-__all__ = ["GradientBuffer", "ReplicaSync"]
-
-
 _SHAPES = (
     "what the optimizers train, or the buffers of module and loss, differ in number, order, shape "
     "or dtype"

@@ -17,8 +17,6 @@ from torch.func import functional_call
 
 from stagelink.errors import UsageError
 
-__all__ = ["Versions"]
-
 _State = tuple[int, int] | None
 
 

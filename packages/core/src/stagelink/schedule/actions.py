@@ -20,17 +20,6 @@ from stagelink.plan import Plan, Stage
 from stagelink.schedule.routing import microbatches_of, rank_for
 from stagelink.text import shown
 
-__all__ = [
-    "UNTIL_END",
-    "Action",
-    "Kind",
-    "Mode",
-    "action_problems",
-    "actions_for",
-    "actions_of",
-    "parse_actions",
-]
-
 UNTIL_END = 2**63 - 1
 """In place of a number of microbatches: as many as the data of the first stage make."""
 

@@ -14,18 +14,6 @@ from typing import overload
 
 from stagelink.plan import Edge, Plan, Stage
 
-__all__ = [
-    "channels",
-    "microbatches_of",
-    "most_of_one",
-    "pairs",
-    "peers",
-    "period",
-    "period_of_pairs",
-    "rank_for",
-    "replica_for",
-]
-
 
 def replica_for(stage: Stage, microbatch: int) -> int:
     """The replica of the stage that handles the microbatch."""

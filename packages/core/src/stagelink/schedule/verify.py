@@ -23,8 +23,6 @@ from stagelink.schedule.windows import (
 )
 from stagelink.text import quoted, shown
 
-__all__ = ["Grid", "Verification", "check_microbatches", "grid", "require", "verify"]
-
 _MOST_PROBLEMS = 20
 
 

@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 
 from stagelink.plan import Plan, Stage
 
-__all__ = ["rounds_per_update", "version_for", "version_problems"]
-
 
 def rounds_per_update(plan: Plan, stage: Stage) -> int:
     """Rounds of backwards for one update of the stage, in an asynchronous schedule."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from stagelink.plan import Edge, Plan
 from stagelink.schedule.actions import Action
 
-__all__ = ["Step", "Wait", "cycle", "describe"]
-
 _MOST_WAITS = 12
 
 

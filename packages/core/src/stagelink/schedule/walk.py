@@ -19,8 +19,6 @@ from stagelink.schedule.actions import Action, Kind, Mode
 from stagelink.schedule.routing import channels, microbatches_of, most_of_one, rank_for
 from stagelink.schedule.waits import Step, Wait
 
-__all__ = ["Walked", "walk"]
-
 _NONE = -1
 
 _Part = tuple[Step, Callable[["_Walker", int, int], bool], int]

@@ -35,16 +35,6 @@ from stagelink.schedule.routing import period
 from stagelink.schedule.walk import walk
 from stagelink.schedule.windows import consumers, training_windows
 
-__all__ = [
-    "choose_warm_up",
-    "default_warm_up",
-    "find_warm_up",
-    "free_warm_up",
-    "least_warm_up",
-    "safe_warm_up",
-    "until_it_repeats",
-]
-
 
 def default_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
     """PipeDream's warm-up per stage of a line. Some shapes, as (4, 3, 1), hang with it."""

@@ -17,16 +17,6 @@ from stagelink.plan import Edge, Plan, Stage, Tensor
 from stagelink.plan.dtypes import DTYPE_BY_NAME
 from stagelink.schedule.routing import channels, pairs, rank_for
 
-__all__ = [
-    "at_least_two",
-    "consumers",
-    "distances",
-    "forward_windows",
-    "message_bytes",
-    "receive_bytes",
-    "training_windows",
-]
-
 
 def forward_windows(plan: Plan) -> tuple[int, ...]:
     """The window of each edge in evaluation, and in training where the schedule is forwards alone.

@@ -12,7 +12,7 @@ import torch
 from stagelink.deadline import Deadline
 from stagelink.transport.contract import Done
 from stagelink.transport.port import Port
-from stagelink.transport.streams import Event
+from stagelink.transport.streams import StreamEvent
 
 __all__ = ["Finisher", "synchronize"]
 
@@ -88,7 +88,7 @@ class Finisher:
         return True
 
 
-def synchronize(moment: Event | None, port: Port, deadline: Deadline | None = None) -> None:
+def synchronize(moment: StreamEvent | None, port: Port, deadline: Deadline | None = None) -> None:
     """Wait until a moment is reached; unlike the device's own waits this ends on abort.
 
     Raises:

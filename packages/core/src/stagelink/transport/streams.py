@@ -2,8 +2,8 @@
 
 CUDA work is asynchronous: the kernels that compute a sent tensor and the copy that fills a
 received one may still be pending; both are only *stream-ordered*. A `Stream` keeps that order.
-Core enters it around every ``begin`` of the link, after the message's own `Event`; what is handed
-to the caller comes after the stream's.
+Core enters it around every ``begin`` of the link, after the message's own `StreamEvent`; what is
+handed to the caller comes after the stream's.
 
 `CudaStream` has been run on no GPU yet; what the tests show of it they show by one of their own.
 """
@@ -18,10 +18,10 @@ import torch
 
 from stagelink.transport.modes import outside_modes
 
-__all__ = ["CudaEvent", "CudaStream", "Event", "HostStream", "Stream", "device_here"]
+__all__ = ["CudaEvent", "CudaStream", "HostStream", "Stream", "StreamEvent", "device_here"]
 
 
-class Event(ABC):
+class StreamEvent(ABC):
     """A point in a stream's work: all that was queued before it."""
 
     @property
@@ -46,15 +46,15 @@ class Stream(ABC):
     handle: int
 
     @abstractmethod
-    def record_caller(self) -> Event | None:
+    def record_caller(self) -> StreamEvent | None:
         """Record what the calling thread has queued, on its own stream; None if all is done."""
 
     @abstractmethod
-    def record(self) -> Event | None:
+    def record(self) -> StreamEvent | None:
         """Record what has been queued on this stream up to now; None if all of it is done."""
 
     @abstractmethod
-    def entered(self, after: Event | None = None) -> AbstractContextManager[None]:
+    def entered(self, after: StreamEvent | None = None) -> AbstractContextManager[None]:
         """Make it the thread's current stream; what is queued then comes after the event.
 
         No mode of torch's that the thread is in holds there: see `stagelink.transport.modes`.
@@ -77,7 +77,7 @@ class Stream(ABC):
         """A copy that the caller's later work does not change, made on the caller's stream."""
 
     @abstractmethod
-    def hand_to_caller(self, payload: torch.Tensor, event: Event) -> None:
+    def hand_to_caller(self, payload: torch.Tensor, event: StreamEvent) -> None:
         """The caller's stream goes on after the event, and may use the payload."""
 
 
@@ -107,7 +107,7 @@ class HostStream(Stream):
     def record(self) -> None:
         """Everything is done."""
 
-    def entered(self, after: Event | None = None) -> AbstractContextManager[None]:
+    def entered(self, after: StreamEvent | None = None) -> AbstractContextManager[None]:
         """Nothing to enter but the modes to leave."""
         del after
         return outside_modes()
@@ -129,11 +129,11 @@ class HostStream(Stream):
         with outside_modes():
             return self._take(payload.numel()).copy_(payload)
 
-    def hand_to_caller(self, payload: torch.Tensor, event: Event) -> None:
+    def hand_to_caller(self, payload: torch.Tensor, event: StreamEvent) -> None:
         """Do nothing: the payload is there."""
 
 
-class CudaEvent(Event):
+class CudaEvent(StreamEvent):
     """An event that has been recorded.
 
     Args:
@@ -157,11 +157,11 @@ class CudaStream(Stream):
         self._stream = torch.cuda.Stream(self.device)
         self.handle = self._stream.cuda_stream
 
-    def record_caller(self) -> Event:
+    def record_caller(self) -> StreamEvent:
         """An event on the thread's current stream."""
         return self._mark(torch.cuda.current_stream(self.device))
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         """An event on this stream."""
         return self._mark(self._stream)
 
@@ -172,7 +172,7 @@ class CudaStream(Stream):
         return CudaEvent(event)
 
     @contextmanager
-    def entered(self, after: Event | None = None) -> Iterator[None]:
+    def entered(self, after: StreamEvent | None = None) -> Iterator[None]:
         """Enter `torch.cuda.stream`; it sets the thread's device as well."""
         with torch.cuda.stream(self._stream), outside_modes():
             if isinstance(after, CudaEvent):
@@ -198,7 +198,7 @@ class CudaStream(Stream):
         with outside_modes():
             return payload.clone()
 
-    def hand_to_caller(self, payload: torch.Tensor, event: Event) -> None:
+    def hand_to_caller(self, payload: torch.Tensor, event: StreamEvent) -> None:
         """Wait for an event; torch's allocator learns that the memory is used there as well."""
         stream = torch.cuda.current_stream(self.device)
         if isinstance(event, CudaEvent):

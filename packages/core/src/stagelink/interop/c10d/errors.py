@@ -12,16 +12,6 @@ import torch.distributed as dist
 
 from stagelink.errors import MessageError, MessageTypeError, RefusedError
 
-__all__ = [
-    "C10dMessageError",
-    "C10dMessageTypeError",
-    "C10dRefusedError",
-    "error_like",
-    "one_tensor",
-    "seconds_of",
-    "whole",
-]
-
 
 class C10dMessageError(dist.DistBackendError, MessageError):
     """A tensor that cannot be sent for its shape, or received into for how it lies in memory."""

@@ -30,8 +30,6 @@ from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of, raw_bytes, target_of, to_bytes
 
-__all__ = ["NAME", "StagelinkGroup"]
-
 NAME = "stagelink"
 """The backend's name."""
 

@@ -35,8 +35,6 @@ from stagelink.plugins.plugins import Plugins
 from stagelink.transport.contract import Link
 from stagelink.transport.header import Direction, Header, MessageKind
 
-__all__ = ["Address", "Claim", "Mailbox", "Mesh"]
-
 logger = logging.getLogger("stagelink")
 _WINDOW = 16
 """Messages in flight for which a link with memory of its own provides; there may be more."""

@@ -19,8 +19,6 @@ from stagelink.plan.document import Limits, LinkTable
 from stagelink.plan.files import read_mapping
 from stagelink.text import did_you_mean
 
-__all__ = ["CONFIG_VARIABLE", "C10dOptions"]
-
 CONFIG_VARIABLE = "STAGELINK_C10D_CONFIG"
 """Environment variable with the path of the tables' file; without it the choice is ``auto``."""
 

@@ -24,9 +24,7 @@ from stagelink.plan.dtypes import DType
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import from_bytes, has_memory, to_bytes
-from stagelink.transport.streams import Event
-
-__all__ = ["Given", "RecvWork", "SendWork"]
+from stagelink.transport.streams import StreamEvent
 
 
 class Given(NamedTuple):
@@ -226,7 +224,7 @@ class RecvWork(_MessageWork):
         self._address = address
         self._link = link
         self._after = None if link is None else link.stream.record_caller()
-        self._event: Event | None = None
+        self._event: StreamEvent | None = None
         self._over = False
 
     # -- what the mailbox asks

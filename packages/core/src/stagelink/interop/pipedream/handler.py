@@ -30,8 +30,6 @@ from stagelink.interop.pipedream.topology import (
     plan_of,
 )
 
-__all__ = ["CommunicationHandler"]
-
 logger = logging.getLogger("stagelink")
 
 Ranks = Sequence[int]

@@ -16,8 +16,6 @@ from stagelink.interop.pipedream.phase import Phase, Place
 from stagelink.schedule import UNTIL_END
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["Loop", "Progress"]
-
 
 class Progress:
     """Counts of one phase on one rank.

@@ -27,9 +27,6 @@ from stagelink.plan.problems import launch_problems
 from stagelink.transport.host import server_id
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["BACKEND", "Meeting", "backend_for", "explain_by"]
-
-
 _AFTER_FAILURE_S = 1.0
 
 

@@ -22,8 +22,6 @@ from stagelink.plan import Plan
 from stagelink.schedule import Walked, actions_of, choose_warm_up, default_warm_up, walk
 from stagelink.schedule.waits import cycle, describe
 
-__all__ = ["Assignment", "explain"]
-
 _LONGEST = 4096
 _MOST_MORE = 16
 

@@ -27,8 +27,6 @@ from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of
 from stagelink.transport.streams import device_here
 
-__all__ = ["Phase", "Place"]
-
 logger = logging.getLogger("stagelink")
 
 

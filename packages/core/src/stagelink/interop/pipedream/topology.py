@@ -20,22 +20,6 @@ from stagelink.arguments import Expected
 from stagelink.errors import PlanError
 from stagelink.plan import Limits, Plan
 
-__all__ = [
-    "ACK",
-    "LIMITS",
-    "NAMES",
-    "RANKS",
-    "RANKS_BY_NAME",
-    "WINDOW",
-    "Declaration",
-    "Edge",
-    "Servers",
-    "Topology",
-    "channel",
-    "limits_of",
-    "plan_of",
-]
-
 ACK = "ack"
 """Name of what is sent back for each minibatch in evaluation."""
 
