@@ -218,6 +218,24 @@ def test_a_death_explains_what_a_transport_says_while_reading(line: Callable[[in
     assert isinstance(pair.wait_failed(1), PeerLostError)
 
 
+def test_a_death_explains_what_a_transport_reports_while_reading(
+    line: Callable[[int], Line],
+) -> None:
+    """As by `Port.fail`, and where what it has watched or announced goes wrong."""
+    pair = line(2)
+    plane = pair.planes[1]
+
+    def report() -> None:
+        assert plane.reader.reads_here
+        plane.failure.blame(TransportError("broken pipe"), 0)
+        pair.die(0)
+
+    plane.reader.call(report)
+    error = pair.wait_failed(1)
+    assert isinstance(error, PeerLostError)
+    assert "rank 0 died" in str(error)
+
+
 def test_what_a_transport_says_while_reading_is_told_where_nothing_explains_it(
     line: Callable[[int], Line],
 ) -> None:

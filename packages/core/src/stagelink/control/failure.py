@@ -8,6 +8,7 @@ from __future__ import annotations
 import _thread
 import enum
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from stagelink.control.reader import Reader
@@ -189,30 +190,35 @@ class Failure:
         """Fail with a transport's error, unless reading explains it better within a moment.
 
         A transport often notices first that a peer is gone, but only the end of the peer's
-        connection says that it died, or that it had said goodbye. It does not wait on the reading
-        thread.
+        connection says that it died, or that it had said goodbye. On the reading thread it
+        returns at once, and another waits, so that reading goes on meanwhile.
 
         Raises:
             PeerClosedError: the peer has gone, after a goodbye: that is no failure.
         """
+        if self._reader.reads_here:
+            self._blame_elsewhere(error, peer)
+        else:
+            self._blame_here(error, peer)
+
+    def _blame_here(self, error: StagelinkError, peer: int | None) -> None:
         ended = self._ended
-
-        def explained() -> bool:
-            return self.error is not None or peer in ended
-
-        if not self._reader.reads_here:
-            self._reader.wait(explained, Deadline(_EXPLAIN_S))
+        explained = Deadline(_EXPLAIN_S)
+        self._reader.wait(lambda: self.error is not None or peer in ended, explained)
         if peer is not None and peer in ended and self.error is None:
             raise PeerClosedError(
                 f"rank {self._rank}: peer rank {peer} {ended[peer]}: {error}"
             ) from error
         self.fail(error)
 
-    def _blame_elsewhere(self, error: StagelinkError) -> None:
-        """`blame`, from the reading thread: another waits, so that reading goes on meanwhile."""
+    def _blame_elsewhere(self, error: StagelinkError, peer: int | None = None) -> None:
+        def blame() -> None:
+            with suppress(PeerClosedError):  # then it is no failure
+                self._blame_here(error, peer)
+
         try:
             # Below `threading`, whose threads tell when they have begun: this must not block.
-            _thread.start_new_thread(self.blame, (error,))
+            _thread.start_new_thread(blame, ())
         except RuntimeError:  # there is no memory for one
             self.fail(error)
 

@@ -65,8 +65,8 @@ class Port(Protocol):
     def fail(self, error: BaseException) -> None:
         """Report a failure that is no message's own; it fails the whole handler.
 
-        A peer's death that becomes known within half a second explains it instead; so long it may
-        block, except on the reading thread.
+        A peer's death, or its goodbye, that becomes known within half a second explains it
+        instead; so long it may block. On the reading thread it returns at once, and is told then.
         """
 
     def watch(self, fd: int, action: Callable[[], bool], *, writable: bool = False) -> None:
