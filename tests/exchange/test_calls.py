@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MESSAGES = 40
 WARM = 8
 WAITED_FOR = range(20, 30)
+COMPILER = re.compile(r"torch/(_dynamo|compiler)/")
 
 
 def _calls_of(action: Callable[[], object]) -> list[str]:
@@ -30,7 +32,7 @@ def _calls_of(action: Callable[[], object]) -> list[str]:
 
     def note(frame: Any, event: str, arg: object) -> None:
         del arg
-        if event == "call" and "_dynamo" not in frame.f_code.co_filename:
+        if event == "call" and not COMPILER.search(frame.f_code.co_filename):
             found.append(frame.f_code.co_qualname)
 
     sys.setprofile(note)
