@@ -372,7 +372,8 @@ def test_the_rank_that_failed_is_told_last_and_no_torchrun_report(
 
 
 def test_ctrl_c_ends_all_ranks(write: Write) -> None:
-    wait = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n"
+    # In one piece: the ranks share what they write to.
+    wait = "import os, signal\nos.write(1, b'%d\\n' % os.getpid())\nsignal.pause()\n"
     with subprocess.Popen(
         command(write((1, 1)), wait), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as launched:

@@ -280,8 +280,8 @@ class Reader:
         To be woken costs more than a small message. But where waits are long, a spin only takes
         the core from those who are waited for.
         """
-        if self._calls:  # to ask for descriptors too costs as much again
-            return []
+        if self._calls:  # a call that asks for another each time must not hold up the descriptors
+            return self._epoll.poll(0)
         began = time.monotonic()
         due = self._watches.due
         if due or self._alarm_s - began < timeout_s:

@@ -111,14 +111,15 @@ class Incoming:
             if header.kind in _TENSORS and (route.has_contract or not header.dtype_code):
                 check_declared(route.edge, header)
             carried = self._open_envelope(arrival, frame)
-            arrival.abandoned = header.session <= self._sessions.left
-            if not arrival.abandoned:
+            # As it is now: a session that is left from here on answers what it finds itself.
+            abandoned = arrival.abandoned = header.session <= self._sessions.left
+            if not abandoned:
                 if self._most_bytes is not None:
                     self._check_room(route, arrival, self._most_bytes)
                 self.inbox.put(arrival)
         if carried:
             route.link.announced(arrival, frame.note, frame.take_fds())
-        elif arrival.abandoned:
+        elif abandoned:
             if not self._unanswered:
                 self._plane.reader.call(self._answer_unanswered)
             self._unanswered.append(arrival)

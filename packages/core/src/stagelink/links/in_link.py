@@ -107,6 +107,8 @@ class InLink(LinkEnd[Arrival]):
         done = self._take_told()
         receiver = self._receiver
         while self._queue and receiver and len(self._begun) < self._in_flight:
+            if self.given_up:
+                break
             self._begin(receiver, self._queue.popleft())
             done += self._take_told()
         return done

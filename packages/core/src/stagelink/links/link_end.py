@@ -55,6 +55,7 @@ class LinkEnd(Completion[_T]):
         self._fail = fail
         self._changed = changed
         self._notes_lock = threading.RLock()
+        self._cause: StagelinkError | None = None
         self._held_notes: deque[tuple[bytes, Sequence[int]]] = deque()
         self._end: Sender | Receiver | None = None
         self._unwatches: dict[int, Callable[[], None]] = {}
@@ -108,8 +109,11 @@ class LinkEnd(Completion[_T]):
                 end.close(Deadline(GRACE_S))
                 return
             self._end = end
+            cause = self._cause
             while self._held_notes:
                 self._give_note(end, *self._held_notes.popleft())
+        if cause is not None:  # it came while this end was being opened
+            self.abort(cause)
 
     def abort(self, cause: StagelinkError) -> None:
         """Give up what is on its way: the handler failed, or the peer has gone for good.
@@ -118,7 +122,7 @@ class LinkEnd(Completion[_T]):
         """
         self.given_up = True
         with self._notes_lock:
-            end = self._end
+            end, self._cause = self._end, cause
         if end is not None:
             try:
                 end.abort(cause)

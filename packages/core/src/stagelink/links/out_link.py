@@ -120,6 +120,8 @@ class OutLink(LinkEnd[SendJob]):
             waits = bool(self._queue) or not self._all_announced
             if waits:
                 self._queue.append(action)
+                if self._all_announced:  # since that was looked at
+                    self._told.append((None, None, None))
         if not waits:
             action()
         if self._told:
