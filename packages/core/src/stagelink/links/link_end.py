@@ -109,7 +109,7 @@ class LinkEnd(Completion[_T]):
                 end.close(Deadline(GRACE_S))
                 return
             self._end = end
-            cause = self._cause
+            cause, self._cause = self._cause, None
             while self._held_notes:
                 self._give_note(end, *self._held_notes.popleft())
         if cause is not None:  # it came while this end was being opened
@@ -122,7 +122,9 @@ class LinkEnd(Completion[_T]):
         """
         self.given_up = True
         with self._notes_lock:
-            end, self._cause = self._end, cause
+            end = self._end
+            if end is None:  # else it is not kept: its traceback would keep what the link holds
+                self._cause = cause
         if end is not None:
             try:
                 end.abort(cause)
