@@ -202,9 +202,12 @@ class Failure:
             self._blame_here(error, peer)
 
     def _blame_here(self, error: StagelinkError, peer: int | None) -> None:
-        ended = self._ended
-        explained = Deadline(_EXPLAIN_S)
+        ended, explained = self._ended, Deadline(_EXPLAIN_S)
         self._reader.wait(lambda: self.error is not None or peer in ended, explained)
+        self._fail_unless_ended(error, peer)
+
+    def _fail_unless_ended(self, error: StagelinkError, peer: int | None) -> None:
+        ended = self._ended
         if peer is not None and peer in ended and self.error is None:
             raise PeerClosedError(
                 f"rank {self._rank}: peer rank {peer} {ended[peer]}: {error}"
@@ -223,11 +226,17 @@ class Failure:
             self.fail(error)
 
     def raise_blamed(self, error: StagelinkError, peer: int | None = None) -> NoReturn:
-        """`blame`, then raise what explains it best; for a caller's thread."""
+        """`blame`, then raise what explains it best; for a caller's thread.
+
+        On the reading thread it fails now: a message that has not gone must not be missed by its
+        peer, which then fails first and is taken for the cause.
+        """
         if stops_caller(error):
             self.interrupted(error)
             raise error
-        self.blame(error, peer)
-        if not self._reader.reads_here:
+        if self._reader.reads_here:
+            self._fail_unless_ended(error, peer)
+        else:
+            self.blame(error, peer)
             self.check()
         raise error
