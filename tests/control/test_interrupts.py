@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import signal
 import threading
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from stagelink.control.connection import Frame
 
 MODULES = tuple(
-    f"stagelink.control.{name}" for name in ("plane", "reader", "wakes", "connection", "failure")
+    f"stagelink.control.{name}" for name in ("plane", "reader", "watches", "connection", "failure")
 )
 
 
@@ -246,3 +247,17 @@ def _main(number: int) -> tuple[int, int]:
     ident = threading.main_thread().ident
     assert ident is not None
     return ident, number
+
+
+def test_a_library_s_thread_that_asks_leaves_no_entry() -> None:
+    """Python would keep one for each thread that it has not started, to the process's end."""
+    asked = threading.Event()
+    before = threading.active_count()
+
+    def ask() -> None:
+        assert not stops_caller(ValueError("a library's"))
+        asked.set()
+
+    _thread.start_new_thread(ask, ())
+    assert asked.wait(20)
+    assert threading.active_count() == before

@@ -329,6 +329,62 @@ def test_what_is_done_lets_the_next_begin_without_recursion(out: Callable[..., O
     assert all(job.finished for job in jobs)
 
 
+@pytest.mark.parametrize("done_first", [True, False])
+def test_a_message_that_a_begin_leads_to_waits_until_that_has_returned(
+    out: Callable[..., Out], monkeypatch: pytest.MonkeyPatch, *, done_first: bool
+) -> None:
+    """As where the library, in a begin, completes what gives credit to a parked message."""
+    end = out(in_flight=2)
+    begin = end.sender.begin
+
+    def leads_on(message: Message, announce: Announce, done: Done) -> bool:
+        monkeypatch.setattr(end.sender, "begin", begin)
+        announce()
+        if done_first:
+            done()
+        jobs.append(end.submit(1))
+        assert end.sender.begun == []
+        if not done_first:
+            done()
+        return True
+
+    monkeypatch.setattr(end.sender, "begin", leads_on)
+    jobs: list[SendJob] = []
+    jobs.insert(0, end.submit(0))
+    assert end.announced == [0, 1]
+    end.sender.done[0]()
+    assert all(job.finished for job in jobs)
+    assert end.link.unfinished == 0
+    assert end.failures == []
+
+
+def test_what_is_announced_while_an_action_is_queued_lets_it_run(out: Callable[..., Out]) -> None:
+    end = out()
+    end.sender.announces = False
+    end.submit(0)
+
+    class Queue(deque[Any]):
+        def append(self, item: Any) -> None:
+            thread = threading.Thread(target=end.sender.announce[0])
+            thread.start()
+            thread.join()
+            super().append(item)
+
+    end.link._queue = Queue()
+    ran: list[int] = []
+    end.link.when_announced(lambda: ran.append(1))
+    assert ran == [1]
+
+
+def test_a_sender_that_opens_after_a_failure_is_aborted(out: Callable[..., Out]) -> None:
+    end = out(opened=False)
+    end.submit(0)
+    end.link.abort(TransportError("over"))
+    end.link.opened(end.sender)
+    assert end.sender.calls == ["abort over"]
+    assert end.sender.begun == []
+
+
 def test_what_is_done_while_another_thread_begins_does_not_wait_for_it(
     out: Callable[..., Out],
 ) -> None:
@@ -466,6 +522,7 @@ class FakeReceiver(Receiver):
         self.done: list[Done] = []
         self.error: BaseException | None = None
         self.into_buffer = True
+        self.aborted: BaseException | None = None
         self.calls: list[str] = []
 
     def begin(
@@ -492,6 +549,7 @@ class FakeReceiver(Receiver):
         self.calls.append(f"note {note!r}")
 
     def abort(self, cause: BaseException) -> None:
+        self.aborted = cause
         for done in self.done:
             done.failed(ConnectionAbortedError("aborted"))
 
@@ -643,3 +701,15 @@ def test_a_thread_that_says_done_may_be_interrupted_anywhere(into: Callable[...,
     for place, error in interrupted_everywhere(call, *modules):
         assert isinstance(error, Interrupted), (place, error)
         assert lock_is_free(end.link._lock), place
+
+
+def test_a_receiver_that_opens_after_a_failure_is_aborted_and_begins_nothing(
+    into: Callable[..., In],
+) -> None:
+    end = into(opened=False)
+    end.announce(0)
+    over = TransportError("over")
+    end.link.abort(over)
+    end.link.opened(end.receiver)
+    assert end.receiver.aborted is over
+    assert end.receiver.begun == []

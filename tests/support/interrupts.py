@@ -80,6 +80,8 @@ def interrupted_everywhere(
     Yields:
         Each place, and what came out of the call. The last run meets none, and yields nothing.
     """
+    absent = set(modules) - sys.modules.keys()
+    assert not absent, f"no modules: {absent}"
     for number in range(100_000):
         injector = _Injector(frozenset(modules), number, raised)
         caught: BaseException | None = None

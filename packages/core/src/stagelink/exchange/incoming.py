@@ -168,7 +168,8 @@ class Incoming:
             arrival.settled = True
             abandoned = arrival.abandoned
         if abandoned:
-            self._answer_all([arrival])
+            # Not here: what is parked for the credit starts, and this may be within a ``begin``.
+            self._plane.reader.call(partial(self._answer_all, [arrival]))
         self._plane.changed()
 
     # -- answers

@@ -16,7 +16,7 @@ import torch
 
 from stagelink.errors import ClosedError, PeerClosedError, TransportError
 from stagelink.links.calls import mapped
-from stagelink.transport.interrupts import stops_caller
+from stagelink.transport.interrupts import in_main_thread, stops_caller
 
 _T = TypeVar("_T")
 
@@ -46,8 +46,7 @@ class Begun(Generic[_T]):
 
     def failed(self, error: BaseException) -> None:
         """See `stagelink.transport.contract.Done`."""
-        here = threading.current_thread() is threading.main_thread()
-        if here and stops_caller(error):  # which is no failure of the transport's
+        if in_main_thread() and stops_caller(error):  # which is no failure of the transport's
             raise error
         self._end.told(self, None, error)
 
@@ -114,7 +113,9 @@ class Completion(ABC, Generic[_T]):
 
     def _try_pump(self) -> list[_T] | None:
         try:  # from before it has the lock: a signal handler may raise as soon as it has
-            return self._pump() if self._lock.acquire(blocking=False) else None
+            mine = self._lock.acquire(blocking=False)
+            # Within a ``begin`` of this thread's own, what began it looks when that has returned.
+            return self._pump() if mine and self._beginning is None else None
         finally:
             try:  # nor may one raise between here and the release
                 self._lock.release()

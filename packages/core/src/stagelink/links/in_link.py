@@ -106,9 +106,9 @@ class InLink(LinkEnd[Arrival]):
     def _pump(self) -> list[Arrival]:
         done = self._take_told()
         receiver = self._receiver
-        while self._queue and receiver and len(self._begun) < self._in_flight:
-            if self.given_up:
-                break
+        while (
+            self._queue and receiver and not self.given_up and len(self._begun) < self._in_flight
+        ):
             self._begin(receiver, self._queue.popleft())
             done += self._take_told()
         return done

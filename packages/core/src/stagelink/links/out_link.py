@@ -109,7 +109,7 @@ class OutLink(LinkEnd[SendJob]):
                 if copy and self._capabilities.copies_on_begin:
                     self.detach(job, copy=True)
                 self._queue.append(job)
-            done = self._pump() if self._told else []
+            done = self._pump() if self._told and self._beginning is None else []
         self._tell(done)
         if self._told:
             self._catch_up()
@@ -120,8 +120,6 @@ class OutLink(LinkEnd[SendJob]):
             waits = bool(self._queue) or not self._all_announced
             if waits:
                 self._queue.append(action)
-                if self._all_announced:  # since that was looked at
-                    self._told.append((None, None, None))
         if not waits:
             action()
         if self._told:
@@ -136,8 +134,8 @@ class OutLink(LinkEnd[SendJob]):
             raise TransportError(f"{self._name}: a message is announced twice")
         self._announce(job.header, note, fds)
         job.announced = True
-        if self._queue and not self.begins_here:
-            self.told(None)
+        if not self.begins_here:
+            self.told(None)  # also where nothing is queued: an action may be on its way there
 
     def room(self) -> None:
         """The transport has room again: begin what is queued."""

@@ -13,7 +13,15 @@ import threading
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["raised_by_signal_handler", "stops_caller"]
+__all__ = ["in_main_thread", "raised_by_signal_handler", "stops_caller"]
+
+
+def in_main_thread() -> bool:
+    """Whether this is the main thread, where signal handlers run.
+
+    By number: `threading.current_thread` makes an entry, which stays, for a thread of a library's.
+    """
+    return threading.get_ident() == threading.main_thread().ident
 
 
 def raised_by_signal_handler(error: BaseException) -> bool:
@@ -24,7 +32,7 @@ def raised_by_signal_handler(error: BaseException) -> bool:
     no handler runs; and in the function where the exception was raised without a handler, so
     ``KeyboardInterrupt`` of Python's own handler is not known here.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         return False
     step = error.__traceback__
     installed: frozenset[CodeType] | None = None
