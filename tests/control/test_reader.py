@@ -427,8 +427,20 @@ def test_calls_come_in_order_and_those_they_lead_to_in_the_next_run(reader: Read
     assert called == ["first", "second", "third"]
 
 
-def test_sockets_have_their_turn_beside_calls(reader: Reader) -> None:
-    """Also beside one that asks for itself again each time, as a transport's may."""
+def test_sockets_have_their_turn_after_calls(reader: Reader) -> None:
+    mine, theirs = socket.socketpair()
+    ready: list[int] = []
+    with closing(mine), closing(theirs):
+        reader.add(mine, ready.append)
+        theirs.send(b"x")
+        reader.call(lambda: None)
+        _run(reader, 20.0)
+        _run(reader, 20.0)
+    assert len(ready) == 1
+
+
+def test_sockets_have_their_turn_beside_calls_that_lead_to_others(reader: Reader) -> None:
+    """As a transport's may that has more to do each time."""
     mine, theirs = socket.socketpair()
     ready: list[int] = []
 
@@ -439,7 +451,8 @@ def test_sockets_have_their_turn_beside_calls(reader: Reader) -> None:
         reader.add(mine, ready.append)
         theirs.send(b"x")
         again()
-        _run(reader, 20.0)
+        for _ in range(16):
+            _run(reader, 20.0)
     assert len(ready) == 1
 
 

@@ -37,6 +37,9 @@ _LOOK_S = 1.0
 
 _LONG_S = 2.0
 _WAKE_AGAIN_S = 0.1
+_MOST_TURNS_OF_CALLS = 16
+"""So many turns of nothing but calls, and the last of them looks at descriptors as well."""
+
 _SHORT_WAITS = 3
 """So many waits in a row that were shorter than a spin, and the next one spins."""
 
@@ -85,7 +88,7 @@ class Reader:
         self._phase = _AWAY
         self._waiting: set[Bell] = set()
         self.last_call_s = self._last_turn = 0.0
-        self._short_waits = 0
+        self._short_waits = self._turns_of_calls = 0
         self._alarm_s = math.inf
         self._ready: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
@@ -280,8 +283,11 @@ class Reader:
         To be woken costs more than a small message. But where waits are long, a spin only takes
         the core from those who are waited for.
         """
-        if self._calls:  # a call that asks for another each time must not hold up the descriptors
-            return self._epoll.poll(0)
+        if self._calls:
+            # To ask for descriptors too costs as much again; but calls that lead to others each
+            # time must not hold them up.
+            self._turns_of_calls = (self._turns_of_calls + 1) % _MOST_TURNS_OF_CALLS
+            return [] if self._turns_of_calls else self._epoll.poll(0)
         began = time.monotonic()
         due = self._watches.due
         if due or self._alarm_s - began < timeout_s:
