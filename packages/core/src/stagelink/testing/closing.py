@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 from stagelink.deadline import Deadline
 from stagelink.errors import PeerClosedError, StagelinkError
 from stagelink.exchange.handler import Handler
-from stagelink.testing.drivers import echo, some
+from stagelink.testing.drivers import some, use_once
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.subject import Subject
 from stagelink.testing.wrapping import WrappedDone, WrappedPort, WrappedSender, wrapped
@@ -40,12 +40,12 @@ def closes_without_trace(rank: int, world_size: int, store: Store, subject: Subj
     """Ten times opened, used and closed: nothing is there that was not before."""
     # Ranks that are threads of one process would count each other's.
     alone = threading.current_thread() is threading.main_thread()
-    _use_once(rank, world_size, store, subject)
+    use_once(rank, world_size, store, subject)
     check = LeakCheck("threads", "descriptors", "shared mappings")
     with ExitStack() as own:
         files = own.enter_context(_empty_folder()) if alone else None
         for _ in range(9):
-            _use_once(rank, world_size, store, subject)
+            use_once(rank, world_size, store, subject)
         left = files and files()
     if alone:
         check.verify()
@@ -62,11 +62,6 @@ def _empty_folder() -> Iterator[Callable[[], list[str]]]:
             yield lambda: sorted(os.listdir(folder))
         finally:
             tempfile.tempdir = before
-
-
-def _use_once(rank: int, world_size: int, store: Store, subject: Subject) -> None:
-    with subject.join(rank, world_size, store) as comm, comm.train(2) as session:
-        echo(session, rank, [subject.on_device(torch.ones(5000)) for _ in range(2)])
 
 
 def unread_at_close(rank: int, world_size: int, store: Store, subject: Subject) -> None:

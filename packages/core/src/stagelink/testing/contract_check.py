@@ -7,6 +7,7 @@ the contract, whatever else goes wrong because of it.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ class _End(WrappedEnd[E]):
             super().close(deadline)
 
 
-class _Done(WrappedDone):
+class _Done(WrappedDone, ABC):
     """Checks of a message's completion: once, in order, and as ``problem`` has it."""
 
     def __init__(self, done: Done, end: _End[Any]) -> None:
@@ -174,8 +175,9 @@ class _Done(WrappedDone):
     def broke(self, problem: str) -> AssertionError:
         return self._end.check.broke(f"a {self._end.what} {problem}")
 
+    @abstractmethod
     def problem(self, payload: torch.Tensor | None) -> str | None:
-        raise NotImplementedError
+        """What is wrong with saying so now, in words."""
 
     def _order_problem(self) -> str | None:
         if self.told:

@@ -40,6 +40,12 @@ __all__ = [
 ]
 
 
+def use_once(rank: int, world_size: int, store: Store, subject: Subject) -> None:
+    """Open, use and close: what a library or a device keeps for the process is there after it."""
+    with subject.join(rank, world_size, store) as comm, comm.train(2) as session:
+        echo(session, rank, [subject.on_device(torch.ones(5000)) for _ in range(2)])
+
+
 def echo(session: Session, rank: int, tensors: Sequence[torch.Tensor], edge: str = "e0") -> None:
     """Send every tensor forward, and where it takes one the same bits back as its gradient."""
     for microbatch, tensor in enumerate(tensors):

@@ -12,6 +12,7 @@ import signal
 
 from torch.distributed import Store
 
+from stagelink.testing.drivers import use_once
 from stagelink.testing.half_way import DEADLINE_S, NOTHING_TO_WAIT_FOR, WORD_S, half_way
 from stagelink.testing.subject import Subject
 
@@ -104,6 +105,7 @@ def check_died(rank: int, world_size: int, store: Store, subject: Subject) -> st
 def check_receiver_aborts(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that whatever waits for a receive ends when it is aborted."""
     wrong = ""
+    use_once(rank, world_size, store, subject)  # so that none of its threads is left by the check
     with half_way(rank, world_size, store, subject, stops=0) as side:
         if rank == 0:
             side.holds_abort = True
@@ -121,6 +123,7 @@ def check_receiver_aborts(rank: int, world_size: int, store: Store, subject: Sub
 def check_sender_aborts(rank: int, world_size: int, store: Store, subject: Subject) -> str:
     """Check that whatever waits for a send ends when it is aborted."""
     wrong = ""
+    use_once(rank, world_size, store, subject)  # so that none of its threads is left by the check
     with half_way(rank, world_size, store, subject, stops=1) as side:
         if rank == 0:
             side.send()
