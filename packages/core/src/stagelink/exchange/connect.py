@@ -15,6 +15,7 @@ from stagelink.deadline import Deadline
 from stagelink.errors import PlanError
 from stagelink.exchange.engine import Engine
 from stagelink.exchange.handler import Handler
+from stagelink.links.node import Node
 from stagelink.links.topology import routes_of
 from stagelink.plan import Plan, Stage
 from stagelink.plugins.choice import asked_for
@@ -89,7 +90,7 @@ def join(plan: Plan, launch: Launch, plugins: Plugins) -> tuple[Engine, Verifica
         restarts=launch.restarts,
         patience_s=deadline.seconds,
     )
-    engine = Engine(plan, me, plugins, rendezvous, hosts_store=hosts)
+    engine = Engine(Node(plan, me, plugins, rendezvous, hosts_store=hosts))
     try:
         engine.join(found, verification, deadline)
     except BaseException as error:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 
 from stagelink.control.reduce import Reducer, spanning_tree
-from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import ProtocolError, StagelinkError
 from stagelink.exchange.envelope import Terms
@@ -17,9 +16,7 @@ from stagelink.exchange.routing import RoutingTable
 from stagelink.exchange.sessions import Sessions
 from stagelink.links.node import Node
 from stagelink.links.topology import neighbours
-from stagelink.plan import Plan
 from stagelink.plugins.offers import Survey
-from stagelink.plugins.plugins import Plugins
 from stagelink.schedule import Mode, Verification
 from stagelink.transport.contract import Link
 from stagelink.transport.events import Event, EventName
@@ -35,15 +32,11 @@ class Engine:
     """Everything that `Handler` drives.
 
     Args:
-        plan: the plan.
-        rank: this rank.
-        plugins: the transports and observers of this handler.
-        rendezvous: the job's store.
-        hosts_store: whether this process must outlast the others for it.
+        node: this rank among the others.
 
     Attributes:
-        plan, rank: as given.
-        node: this rank among the others.
+        node: as given.
+        plan, rank: its plan, and this rank.
         plane: its control plane.
         sessions: what the ranks say of each session.
         out: what it sends.
@@ -53,32 +46,24 @@ class Engine:
         reducer: small values over all ranks.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        plugins: Plugins,
-        rendezvous: Rendezvous,
-        *,
-        hosts_store: bool,
-    ) -> None:
-        self.plan, self.rank = plan, rank
-        self.node = Node(plan, rank, plugins, rendezvous, hosts_store=hosts_store)
-        self.plane = plane = self.node.plane
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.plan, self.rank = plan, rank = node.plan, node.rank
+        self.plane = plane = node.plane
         self._leaving = threading.Lock()
-        observe = self._observe if plugins.hooks.wants_events else None
-        trace = self._trace if plugins.hooks.gives_traces else None
+        observe = self._observe if node.hooks.wants_events else None
+        trace = self._trace if node.hooks.gives_traces else None
         self.sessions = Sessions(plane, plan)
-        self.out = Outgoing(self.node, self.sessions, observe, trace)
-        self.into = Incoming(self.node, self.sessions, self.out, observe)
-        self.table = RoutingTable(plan, rank, self.node.wiring)
+        self.out = Outgoing(node, self.sessions, observe, trace)
+        self.into = Incoming(node, self.sessions, self.out, observe)
+        self.table = RoutingTable(plan, rank, node.wiring)
         inline_bytes, device = plan.control.inline_bytes, device_here(plan.stage_of(rank).device)
         self.terms: dict[Mode, Terms] = {
             "train": Terms(True, inline_bytes, device),
             "evaluate": Terms(False, inline_bytes, device),
         }
         self.reducer = Reducer(plane, spanning_tree(neighbours(plan), rank))
-        self.node.on_close.append(self._abandon_messages)
+        node.on_close.append(self._abandon_messages)
 
     def join(self, found: Survey, verification: Verification, deadline: Deadline) -> None:
         """Meet every peer, agree on transports, open the links; see `stagelink.connect`."""
