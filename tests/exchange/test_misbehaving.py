@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -198,6 +199,22 @@ def _waits(sender: OddSender, message: Message, announce: Announce, done: Done) 
     return True
 
 
+def _waits_in_an_action(
+    sender: OddSender, message: Message, announce: Announce, done: Done
+) -> bool:
+    descriptor = os.eventfd(1)
+
+    def act() -> bool:
+        try:
+            return sender.port.wait(lambda: False, Deadline(60))
+        finally:
+            sender.port.unwatch(descriptor)
+            os.close(descriptor)
+
+    sender.port.watch(descriptor, act)
+    return True
+
+
 def _leaves(sender: OddSender, message: Message, announce: Announce, done: Done) -> bool:
     def leave() -> None:
         raise SystemExit(0)
@@ -225,6 +242,7 @@ SENDING: dict[Begin, str] = {
     _closed_descriptor: "0→1 by odd: descriptors (1000000,) to rank 1: OSError: [Errno 9]",
     _room_for_ever: "0→1 by odd: its begin finds no room, and says by port.room() that there is",
     _waits: "0→1 by odd: port.wait in a begin, which must not wait",
+    _waits_in_an_action: "0→1 by odd: port.wait on the thread that reads, which must not wait",
     _leaves: "0→1 by odd: SystemExit: 0",
 }
 

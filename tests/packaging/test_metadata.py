@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -58,3 +61,20 @@ def test_types_and_license_are_there(folder: str) -> None:
     package = ROOT / "packages" / folder
     assert [file.name for file in package.glob("src/*/py.typed")] == ["py.typed"]
     assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_core_imports_without_what_an_extra_brings() -> None:
+    """Each module but the one that draws: its callers load it when a drawing is asked for."""
+    program = """
+import importlib, pkgutil, re, sys
+def dist(requirement): return re.match("[a-z0-9-]+", requirement)[0].replace("-", "_")
+for requirement in sys.argv[1:]: sys.modules[dist(requirement)] = None
+import stagelink
+for module in pkgutil.walk_packages(stagelink.__path__, "stagelink."):
+    if module.name not in {"stagelink.__main__", "stagelink.bench.plot"}:
+        importlib.import_module(module.name)
+"""
+    offered = itertools.chain.from_iterable(CORE["optional-dependencies"].values())
+    # pytest runs the kit, and the module that does so says in one line that it is absent.
+    extras = [requirement for requirement in offered if not requirement.startswith("pytest>=")]
+    subprocess.run([sys.executable, "-c", program, *extras], check=True)

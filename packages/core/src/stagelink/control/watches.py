@@ -177,15 +177,17 @@ class Watches:
         """Call what is due, each action once; what becomes due thereby waits for the next turn."""
         for fd, action in tuple(self.due):
             self.due.pop((fd, action), None)
+            watches: list[Watch] = []
             # First: `end` takes a watch away, and then looks here.
             self._acting = (threading.get_ident(), fd, action)
             try:
-                if self._of(fd, action) and action():
+                watches = self._of(fd, action)  # the action may end them, and then raise
+                if watches and action():
                     self.due[fd, action] = None
             except BaseException as error:
                 if stops_caller(error):
                     raise
-                for watch in self._of(fd, action):
+                for watch in watches:
                     self.end(watch)
                     watch.on_error(error)
             finally:

@@ -121,6 +121,11 @@ class _Port:
                 f"{self.link}: port.wait in a begin, which must not wait; return False, and call "
                 "port.room() when there is room"
             )
+        if self._core.plane.reader.reads_here:  # nobody else reads what it would wait for
+            raise TransportError(
+                f"{self.link}: port.wait on the thread that reads, which must not wait: in an "
+                "on_note or an action"
+            )
 
         def look() -> bool:
             if ready():

@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 from torch.distributed import Store
 
 from stagelink.exchange.session import Session
 from stagelink.testing.subject import Subject
+
+if TYPE_CHECKING:  # an extra
+    from hypothesis.strategies import SearchStrategy
 
 __all__ = ["Parcel", "Pass", "follows", "programs"]
 
