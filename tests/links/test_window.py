@@ -17,9 +17,8 @@ def _window(size: int) -> Window:
 def test_a_window_is_open_until_it_is_full() -> None:
     window = _window(2)
     for microbatch in (0, 1):
-        assert window.open
-        window.admit(0, microbatch)
-    assert not window.open
+        assert window.try_admit(0, microbatch)
+    assert not window.try_admit(0, 2)
     assert window.outstanding() == [0, 1]
 
 
@@ -28,8 +27,8 @@ def test_an_answer_in_any_order_frees_a_place() -> None:
     window.admit(0, 0)
     window.admit(0, 1)
     assert window.release(0, 1) == []
-    assert window.open
     assert window.outstanding() == [0]
+    assert window.try_admit(0, 2)
 
 
 def test_an_answer_that_comes_twice_frees_one_place() -> None:
@@ -38,18 +37,18 @@ def test_an_answer_that_comes_twice_frees_one_place() -> None:
     window.release(0, 0)
     window.admit(0, 1)
     window.release(0, 0)
-    assert not window.open
+    assert not window.try_admit(0, 2)
 
 
 def test_places_of_sessions_before_still_count() -> None:
     window = _window(2)
     window.admit(0, 0)
     window.admit(1, 0)
-    assert not window.open
+    assert not window.try_admit(1, 1)
     assert window.outstanding(1) == [0]
     assert window.outstanding() == [0, 0]
     window.release(0, 0)
-    assert window.open
+    assert window.try_admit(1, 1)
 
 
 def test_what_is_parked_goes_first_and_has_its_place_when_it_starts() -> None:
@@ -60,7 +59,7 @@ def test_what_is_parked_goes_first_and_has_its_place_when_it_starts() -> None:
         window.park(0, microbatch, lambda number=microbatch: started.append(number))  # type: ignore[misc]
     (start,) = window.release(0, 0)
     # Before it runs: nobody takes the place in between, and no second one starts.
-    assert not window.open
+    assert not window.try_admit(0, 3)
     assert window.release(0, 0) == []
     assert window.outstanding() == [1]
     start()
@@ -108,7 +107,7 @@ def test_where_nothing_is_kept_everything_starts() -> None:
         window.park(0, microbatch, lambda: None)
     assert len(window.release_all()) == 3
     assert window.outstanding() == [0, 1, 2, 3]
-    assert not window.open
+    assert not window.try_admit(0, 4)
 
 
 @given(size=st.integers(1, 4), steps=st.lists(st.sampled_from(["send", "answer"]), max_size=60))
@@ -119,8 +118,7 @@ def test_everything_starts_once_in_order_and_never_too_many(size: int, steps: li
     sent = 0
     for step in steps:
         if step == "send":
-            if window.open:
-                window.admit(0, sent)
+            if window.try_admit(0, sent):
                 started.append(sent)
             else:
                 window.park(0, sent, lambda number=sent: started.append(number))  # type: ignore[misc]

@@ -13,32 +13,12 @@ import pytest
 import stagelink.transport
 from stagelink.errors import PluginError, UnknownTransportError
 from stagelink.plugins.plugins import Plugins
-from stagelink.transport.contract import Capabilities, Receiver, Sender, Transport, Verdict
+from tests.support.minimal import Minimal, changed
 
 if TYPE_CHECKING:
     from tests.support.site import Site
 
 WHO = r"distribution 'fast-dist' 1\.0 \(entry point 'fast = fast_module'\) cannot be used: "
-
-
-class Own(Transport):
-    name = "own"
-    api_version = (2, 0)
-    capabilities = Capabilities(devices=frozenset({"cpu"}), auto_rank=1)
-
-    @classmethod
-    def probe(cls, options: object) -> Verdict:
-        return Verdict(True)
-
-    def open_sender(self, link: object, port: object, deadline: object) -> Sender:
-        raise OSError
-
-    def open_receiver(self, link: object, port: object, deadline: object) -> Receiver:
-        raise OSError
-
-
-def renamed(name: str) -> type[Transport]:
-    return type("Renamed", (Own,), {"name": name})
 
 
 # Found and loaded
@@ -80,22 +60,22 @@ def test_one_module_may_serve_two_entry_points(site: Site) -> None:
 
 
 def test_a_transport_registered_in_code_is_known_to_this_object_only() -> None:
-    plugins = Plugins(transports=[Own])
-    assert plugins.load("own") is Own
-    assert "own" in plugins.known
-    assert plugins.provider("own").endswith("test_plugins.Own, registered in code")
-    assert "own" not in Plugins().known
+    plugins = Plugins(transports=[Minimal])
+    assert plugins.load("minimal") is Minimal
+    assert "minimal" in plugins.known
+    assert plugins.provider("minimal").endswith("minimal.Minimal, registered in code")
+    assert "minimal" not in Plugins().known
 
 
 def test_the_same_class_may_be_registered_twice() -> None:
-    plugins = Plugins(transports=[Own])
-    plugins.register(Own)
-    assert plugins.load("own") is Own
+    plugins = Plugins(transports=[Minimal])
+    plugins.register(Minimal)
+    assert plugins.load("minimal") is Minimal
 
 
 def test_a_wrong_class_is_refused_at_registration() -> None:
     with pytest.raises(PluginError, match=r"registered in code cannot be used: .* is not a class"):
-        Plugins(transports=["own"])  # type: ignore[list-item]
+        Plugins(transports=["minimal"])  # type: ignore[list-item]
 
 
 # C054: a broken plugin
@@ -317,16 +297,16 @@ def test_c057_core_s_own_is_never_replaced_and_who_tries_is_told(site: Site) -> 
 def test_c057_code_cannot_take_the_name_of_core_s_own(site: Site) -> None:
     site.distribution("stagelink", "loopback = stagelink.transport.loopback")
     with pytest.raises(PluginError, match="'loopback' is the name of core's own transport"):
-        Plugins(transports=[renamed("loopback")])
+        Plugins(transports=[changed(name="loopback")])
 
 
 def test_c057_an_installed_plugin_and_one_in_code_conflict(site: Site) -> None:
     site.transport("fast")
-    plugins = Plugins(transports=[renamed("fast"), Own])
-    with pytest.raises(PluginError, match=r"(?s)'fast' is provided more.*Renamed.*'fast-dist' 1"):
+    plugins = Plugins(transports=[changed(name="fast"), Minimal])
+    with pytest.raises(PluginError, match=r"(?s)'fast' is provided more.*Changed.*'fast-dist' 1"):
         plugins.load("fast")
     usable, broken = plugins.load_all()
-    assert usable["own"] is Own
+    assert usable["minimal"] is Minimal
     assert "fast" in [entry.name for entry in broken]
 
 
@@ -337,8 +317,10 @@ def test_the_class_that_is_installed_may_be_given_in_code_as_well(site: Site) ->
 
 
 def test_c057_two_classes_of_one_name_conflict_at_registration() -> None:
-    with pytest.raises(PluginError, match=r"(?s)'own' is provided more than once.*Own.*Renamed"):
-        Plugins(transports=[Own, renamed("own")])
+    with pytest.raises(
+        PluginError, match=r"(?s)'minimal' is provided more than once.*Minimal.*Changed"
+    ):
+        Plugins(transports=[Minimal, changed(name="minimal")])
 
 
 # C058: processes
@@ -356,7 +338,7 @@ except LookupError as error:
 
 def test_c058_another_process_knows_what_has_an_entry_point_and_no_more(site: Site) -> None:
     site.transport("faster")
-    assert Plugins(transports=[renamed("fast")]).load("fast")
+    assert Plugins(transports=[changed(name="fast")]).load("fast")
     sources = Path(next(iter(stagelink.transport.__path__))).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site.path), str(sources)])}
     command = [sys.executable, "-c", LOAD]
@@ -434,7 +416,7 @@ def test_c120_all_leaves_what_core_ships_and_what_is_in_code(
     site.distribution("stagelink", "loopback = stagelink.transport.loopback")
     site.transport("fast")
     monkeypatch.setenv("STAGELINK_DISABLE_PLUGINS", "all")
-    assert Plugins(transports=[Own]).known == ["loopback", "own"]
+    assert Plugins(transports=[Minimal]).known == ["loopback", "minimal"]
 
 
 def test_c120_the_switch_is_read_at_each_open(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,5 +432,5 @@ def test_c120_a_disabled_plugin_leaves_its_name_to_code(
 ) -> None:
     site.transport("fast")
     monkeypatch.setenv("STAGELINK_DISABLE_PLUGINS", "fast")
-    own = renamed("fast")
+    own = changed(name="fast")
     assert Plugins(transports=[own]).load("fast") is own

@@ -9,36 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from stagelink.plugins.problems import transport_problems
-from stagelink.transport.contract import (
-    API_VERSION,
-    Capabilities,
-    Receiver,
-    Sender,
-    Transport,
-    Verdict,
-)
+from stagelink.transport.contract import API_VERSION, Transport, Verdict
+from tests.support.minimal import Minimal, changed
 
-CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), auto_rank=1)
-
-
-class Good(Transport):
-    name = "good"
-    api_version = (2, 0)
-    capabilities = CAPABILITIES
-
-    @classmethod
-    def probe(cls, options: object) -> Verdict:
-        return Verdict(True)
-
-    def open_sender(self, link: object, port: object, deadline: object) -> Sender:
-        raise OSError
-
-    def open_receiver(self, link: object, port: object, deadline: object) -> Receiver:
-        raise OSError
-
-
-def changed(**members: object) -> type[Transport]:
-    return type("Changed", (Good,), members)
+CAPABILITIES = Minimal.capabilities
 
 
 def sole_problem(candidate: object) -> str:
@@ -47,7 +21,7 @@ def sole_problem(candidate: object) -> str:
 
 
 def test_a_minimal_transport_is_accepted() -> None:
-    assert transport_problems(Good) == []
+    assert transport_problems(Minimal) == []
 
 
 def test_other_names_and_more_arguments_with_defaults_are_accepted() -> None:
@@ -162,7 +136,7 @@ def test_c097_another_major_or_a_newer_minor_is_refused_with_both_versions(
 def test_c097_an_older_minor_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     newer = (API_VERSION[0], API_VERSION[1] + 3)
     monkeypatch.setattr("stagelink.plugins.problems.API_VERSION", newer)
-    assert transport_problems(Good) == []
+    assert transport_problems(Minimal) == []
     assert "takes 2.0 to 2.3" in sole_problem(changed(api_version=(2, 4)))
 
 

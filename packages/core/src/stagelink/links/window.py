@@ -35,13 +35,11 @@ class Window:
         self._parked: deque[_Parked] = deque()
         self._starting: set[tuple[int, int]] = set()
 
-    @property
-    def open(self) -> bool:
-        """Whether a message may be admitted now; parked ones go first."""
-        return not self._parked and len(self._outstanding) < self.size
-
     def try_admit(self, session: int, microbatch: int) -> bool:
-        """Take credit if there is some, for a message that starts before the lock is released."""
+        """Take credit if there is some, for a message that starts before the lock is released.
+
+        Parked messages go first.
+        """
         if self._parked or len(self._outstanding) >= self.size:
             return False
         self._outstanding[session, microbatch] = None
