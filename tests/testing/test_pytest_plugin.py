@@ -129,6 +129,11 @@ def test_an_option_s_value_is_toml(inner: Inner) -> None:
             ["--stagelink-transport=gloo", "--stagelink-option=shm.a=1"],
             "write NAME.KEY=VALUE with one of the transports named by --stagelink-transport: gloo",
         ),
+        (
+            ["--stagelink-transport=gloo", "--stagelink-option=interfase=lo"],
+            "--stagelink-transport gloo: transports.gloo.interfase: unknown option 'interfase'",
+        ),
+        (["--stagelink-transprot=gloo"], "unrecognized arguments: --stagelink-transprot=gloo"),
     ],
 )
 def test_what_cannot_be_tested_is_refused_at_the_start(
@@ -139,11 +144,31 @@ def test_what_cannot_be_tested_is_refused_at_the_start(
     assert problem in inner.err
 
 
-def test_an_option_that_the_transport_lacks_fails_with_its_name(inner: Inner) -> None:
-    gloo = ("--stagelink-transport=gloo", "--stagelink-option=interfase=lo")
-    out = inner.run("--pyargs", "stagelink.testing", "-k", "probe", *gloo)
-    assert inner.code == pytest.ExitCode.TESTS_FAILED
-    assert "interfase" in out
+def test_options_that_a_class_gives_are_refused_at_the_start(inner: Inner) -> None:
+    file = inner.write(
+        "test_mine",
+        "from stagelink.testing.conformance import TransportConformance\n"
+        "class TestMine(TransportConformance):\n"
+        "    transport, options = 'gloo', {'interfase': 'lo', 'interface': 7}\n",
+    )
+    out = inner.run(file)
+    assert inner.code == pytest.ExitCode.USAGE_ERROR
+    assert " passed" not in out
+    assert " failed" not in out
+    (line,) = [line for line in inner.err.splitlines() if line]
+    assert line.startswith("ERROR: TestMine: transports.gloo.")
+    assert "unknown option 'interfase'" in line
+    assert "transports.gloo.interface: Input should be a valid string, not 7" in line
+
+
+def test_options_of_a_class_that_is_deselected_are_nobody_s_concern(inner: Inner) -> None:
+    file = inner.write(
+        "test_other",
+        "from stagelink.testing.conformance import TransportConformance\n"
+        "class TestMine(TransportConformance):\n    transport = 'glooo'\n"
+        "def test_mine():\n    pass\n",
+    )
+    assert "1 passed" in inner.run(file, "-k", "test_mine and not TestMine")
 
 
 def test_without_pytest_the_kit_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

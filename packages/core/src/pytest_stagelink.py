@@ -62,19 +62,23 @@ def pytest_collection(session: pytest.Session) -> None:
     """Load the transports that are named, to say at once what is wrong with one.
 
     Raises:
-        pytest.UsageError: one is unknown or broken.
+        pytest.UsageError: one is unknown or broken, or refuses its options.
     """
-    names = session.config.getoption(TRANSPORTS)
-    if names:
-        from stagelink.errors import PluginError  # noqa: PLC0415 - loads torch
-        from stagelink.plugins.plugins import Plugins  # noqa: PLC0415
+    for name, options in chosen_transports(session.config).items():
+        _check(f"{TRANSPORTS} {name}", name, options)
 
-        try:
-            plugins = Plugins()
-            for name in names:
-                plugins.load(name)
-        except PluginError as error:
-            raise pytest.UsageError(str(error)) from error
+
+def _check(where: str, transport: Any, options: dict[str, Any]) -> None:
+    """Refuse a transport that every test would fail for, in one line and before any starts."""
+    from stagelink.errors import StagelinkError  # noqa: PLC0415 - loads torch
+    from stagelink.plugins.offers import parse_options  # noqa: PLC0415
+    from stagelink.plugins.plugins import Plugins  # noqa: PLC0415
+
+    try:
+        cls = Plugins().load(transport) if isinstance(transport, str) else transport
+        parse_options(cls, options)
+    except StagelinkError as error:
+        raise pytest.UsageError(f"{where}: {'; '.join(str(error).splitlines())}") from error
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -99,8 +103,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(MARK)
 
 
+@pytest.hookimpl(trylast=True)  # what is deselected is nobody's concern
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of `--pyargs stagelink.testing` out unless a transport is named."""
+    """Leave the tests of `--pyargs stagelink.testing` out unless a transport is named.
+
+    Raises:
+        pytest.UsageError: a class names an unknown transport, or gives one an unknown option.
+    """
+    marked = [item for item in items if item.get_closest_marker(MARK)]
+    for cls in dict.fromkeys(getattr(item, "cls", None) for item in marked):
+        if cls is not None and hasattr(cls, "transport"):
+            _check(cls.__qualname__, cls.transport, dict(cls.options))
     if config.getoption(TRANSPORTS):
         return
     left_out = [item for item in items if _of_kit(item)]
