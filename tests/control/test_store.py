@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import FileStore, TCPStore
 
 import stagelink
 from stagelink.control import store
@@ -21,6 +22,7 @@ from stagelink.control.store import StoreClient
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
 from stagelink.testing import report, run_fresh
+from tests.support.interrupts import Interrupted
 from tests.support.pipelines import SHM, document
 
 if TYPE_CHECKING:
@@ -223,3 +225,24 @@ def test_the_deadline_of_connecting_is_kept_where_the_store_s_host_is_stopped(
         stagelink.connect(
             _plan(connect_deadline_s=0.8), rank=0, world_size=2, store=hers, run_id="run"
         )
+
+
+def test_a_client_whose_thread_s_start_a_signal_ends_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To start one is to wait for it, and a busy machine makes that wait long."""
+    started: list[threading.Thread] = []
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            started.append(self)
+            raise Interrupted
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    with suppress(Interrupted):
+        StoreClient("a file", FileStore(str(tmp_path / "store"), 1))
+    gc.collect()
+    (thread,) = started
+    thread.join(20)
+    assert not thread.is_alive()

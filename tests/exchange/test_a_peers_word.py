@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -130,13 +131,16 @@ def _tell(comm: stagelink.Handler, lie: Callable[[Liar], None]) -> str:
 
 
 def _believe(comm: stagelink.Handler) -> str:
-    free: list[bool] = []
+    free: SimpleQueue[bool] = SimpleQueue()
     lock = comm._engine.plane.lock
     # Again and again: another thread may have it for a moment.
-    comm.on_failure(lambda _: free.append(any(lock_is_free(lock) for _ in range(100))))
+    comm.on_failure(lambda _: free.put(any(lock_is_free(lock) for _ in range(100))))
     with pytest.raises(stagelink.ProtocolError) as caught:
         _go_on(comm)
-    assert free == [True]  # else a transport's thread and its abort could wait for each other
+    # Else a transport's thread and its abort could wait for each other. It is called once, and
+    # maybe after this thread has seen the failure.
+    assert free.get(timeout=20)
+    assert free.empty()
     return str(caught.value)
 
 

@@ -142,7 +142,7 @@ class Issuer:
         with self.lock:
             self._end()
             thread, broken = self._thread, self._broken
-        if thread is None:
+        if thread is None or not thread.is_alive():  # a signal may prevent its start
             return
         patience_s = max(deadline.remaining_s, _GRACE_S)
         thread.join(min(patience_s, _BROKEN_S if broken else threading.TIMEOUT_MAX))

@@ -89,8 +89,9 @@ class StoreClient:
             self._thread = threading.Thread(
                 target=_work, args=(self._calls,), name="stagelink-store", daemon=True
             )
+            # For one that is never closed; first, as a signal may end the start of a thread.
+            finalize(self, self._calls.put, None).atexit = False
             self._thread.start()
-            finalize(self, self._calls.put, None).atexit = False  # for one that is never closed
         _clients.add(self)
 
     @classmethod

@@ -157,8 +157,8 @@ class Wiring:
         thread = threading.Thread(target=opener, name=name, daemon=True)
         with self.plane.lock:
             self._opening.add(peer)
+            self._openers.append(thread)  # first: a signal may end the start, and close waits
             thread.start()
-            self._openers.append(thread)  # by now: a close at this moment waits for it
 
     def _on_ready(self, peer: int, frame: Frame) -> None:
         del frame
@@ -337,7 +337,8 @@ class Wiring:
         with self.plane.lock:
             openers = tuple(self._openers)
         for opener in openers:
-            opener.join(deadline.remaining_s)
+            if opener.is_alive():  # else it has ended, or a signal came before its start
+                opener.join(deadline.remaining_s)
         with ExitStack() as ends:
             for end in self._ends.values():
                 ends.callback(end.close, deadline)

@@ -67,7 +67,7 @@ class Finisher:
             while True:
                 self._queue.get_nowait()
         self._queue.put(None)
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():  # a signal may prevent its start
             self._thread.join(deadline.remaining_s)
 
     def _run(self) -> None:
