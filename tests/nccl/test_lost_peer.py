@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from stagelink.errors import PeerLostError
-from stagelink.testing import LeakCheck, run_fresh
-from stagelink.testing.jobs import report
+from stagelink.testing import LeakCheck, report, run_fresh
 from stagelink_nccl.link import NcclReceiver, _LinkTask
 from tests.nccl.over_gloo import NcclOverGloo
 from tests.nccl.programs import NCCL

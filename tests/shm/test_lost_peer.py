@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from stagelink.errors import PeerLostError
-from stagelink.testing import LeakCheck, run_fresh
+from stagelink.testing import LeakCheck, report, run_fresh
 from stagelink.testing.drivers import Subject
-from stagelink.testing.jobs import report
 
 if TYPE_CHECKING:
     from torch.distributed import Store

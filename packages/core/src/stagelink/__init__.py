@@ -34,8 +34,8 @@ from stagelink.errors import (
 from stagelink.exchange.connect import connect
 from stagelink.exchange.handler import Handler
 from stagelink.exchange.handles import RecvHandle, SendHandle
+from stagelink.exchange.one_process import in_one_process
 from stagelink.exchange.session import Session
-from stagelink.exchange.threads import in_one_process
 from stagelink.plan import Plan
 from stagelink.runner import BackwardDone, LossSum, PipelineRunner
 from stagelink.schedule import UNTIL_END, Action, Kind, Verification, verify

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from stagelink.testing.jobs import Outcome, RankFailedError, report
+from stagelink.ranks.job import report
+from stagelink.ranks.outcome import Outcome, RankFailedError
+from stagelink.ranks.processes import RankPool, RankProcesses, run_fresh
+from stagelink.ranks.threads import run_threads
+from stagelink.ranks.worker import start_rank_server
 from stagelink.testing.leaks import LeakCheck, no_leaks
-from stagelink.testing.ranks import RankPool, RankProcesses, run_fresh, run_threads
-from stagelink.testing.worker import start_rank_server
 
 __all__ = [
     "LeakCheck",

@@ -39,11 +39,12 @@ import torch
 from stagelink.plugins.offers import parse_options
 from stagelink.plugins.plugins import Plugins
 from stagelink.plugins.problems import transport_problems
+from stagelink.ranks.processes import RankPool, run_fresh
+from stagelink.ranks.threads import run_threads
 from stagelink.testing import closing, drivers, interruptions
 from stagelink.testing.contract_check import PATIENCE_S
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.programs import Pass
-from stagelink.testing.ranks import RankPool, run_fresh, run_threads
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import Endpoint, Link, Transport, Verdict
 

@@ -16,8 +16,8 @@ from torch.distributed import Store
 
 from stagelink.errors import DeadlineError, StagelinkError
 from stagelink.exchange.session import Session
-from stagelink.testing.jobs import report
-from stagelink.testing.ranks import run_threads
+from stagelink.ranks.job import report
+from stagelink.ranks.threads import run_threads
 from stagelink.testing.samples import awkward_tensors, difference, same_bits, tensors_of_sizes
 from stagelink.testing.subject import Subject
 

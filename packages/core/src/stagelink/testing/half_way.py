@@ -23,7 +23,7 @@ from stagelink.deadline import Deadline
 from stagelink.errors import StagelinkError
 from stagelink.exchange.handles import SendHandle
 from stagelink.exchange.session import Session
-from stagelink.exchange.threads import RankThread
+from stagelink.ranks.threads import RankThread
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.samples import difference, tensors_of_sizes
 from stagelink.testing.subject import Subject

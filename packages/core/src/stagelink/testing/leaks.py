@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stagelink.deadline import Deadline
-from stagelink.testing.ranks import RankPool
-from stagelink.testing.worker import open_descriptors
+from stagelink.ranks.processes import RankPool
+from stagelink.ranks.worker import open_descriptors
 
 __all__ = ["KINDS", "LeakCheck", "no_leaks"]
 

@@ -6,24 +6,31 @@ import ctypes
 import importlib.util
 import operator
 import os
+import re
 import select
 import signal
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from stagelink.errors import ConnectError, UsageError
-from stagelink.testing import RankFailedError, RankProcesses, no_leaks, report, run_fresh
-from stagelink.testing.jobs import Job
-from stagelink.testing.worker import start_workers
+from stagelink.ranks.job import Job
+from stagelink.ranks.worker import start_workers
+from stagelink.testing import (
+    RankFailedError,
+    RankProcesses,
+    no_leaks,
+    report,
+    run_fresh,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from torch.distributed import Store
 
@@ -118,6 +125,24 @@ def report_twice(rank: int, world_size: int, store: Store) -> str:
     report("second", torch.ones(2))
     store.wait(["go"])
     return "gone"
+
+
+def report_rank(rank: int, world_size: int, store: Store) -> int:
+    report("rank", rank)
+    return rank
+
+
+def status_of_server(rank: int, world_size: int, store: Store) -> str:
+    return Path(f"/proc/{os.getppid()}/status").read_text()
+
+
+def wait_or_raise(rank: int, world_size: int, store: Store) -> None:
+    if rank == 0:
+        report("there", rank)
+        store.set("reported", "")
+        threading.Event().wait()
+    store.wait(["reported"])
+    raise_on_one(rank, world_size, store)
 
 
 @pytest.fixture(autouse=True)
@@ -299,13 +324,13 @@ def test_a_rank_ends_itself_when_nobody_else_does() -> None:
 
 
 def test_a_process_that_is_not_there_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagelink.testing.worker.START_S", 0)
+    monkeypatch.setattr("stagelink.ranks.worker.START_S", 0)
     with pytest.raises(ConnectError, match="did not start within 0 s"):
         run_fresh(pid_of, 2)
 
 
 def test_a_process_that_ends_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagelink.testing.worker.serve", operator.eq)  # returns at once
+    monkeypatch.setattr("stagelink.ranks.worker.serve", operator.eq)  # returns at once
     with pytest.raises(ConnectError, match=r"did not start .* \(exit code 0\)"):
         run_fresh(pid_of, 1)
 
@@ -346,6 +371,28 @@ def test_waiting_for_an_event_of_a_rank_that_has_ended() -> None:
         pytest.raises(RankFailedError, match="nothing to divide"),
     ):
         ranks.wait_for(1, "never")
+
+
+def test_what_a_rank_reports_is_seen_as_it_comes_until_all_have_ended() -> None:
+    with run_fresh(report_rank, 2) as ranks:
+        assert list(ranks.reports(1)) == [1]
+        assert ranks.results(timeout_s=0) == [0, 1]
+
+
+def test_reports_end_with_the_first_failure() -> None:
+    with run_fresh(wait_or_raise, 2) as ranks:
+        assert list(ranks.reports(0)) == [0]
+        waits, raised = ranks.outcomes(timeout_s=0.1)
+    assert waits.hung_s == 0.1
+    assert raised.raised == "ZeroDivisionError: nothing to divide"
+
+
+def test_ctrl_c_is_for_ranks_that_serve(rank_pool: RankPool) -> None:
+    """Not for what loads torch for them, nor for those that are being started."""
+    (status,) = rank_pool.run(status_of_server, 1)
+    (mask,) = re.findall(r"SigBlk:\s*(\w+)", status)
+    assert int(mask, 16) & 1 << (signal.SIGINT - 1)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_only_functions_that_another_process_can_find(rank_pool: RankPool) -> None:

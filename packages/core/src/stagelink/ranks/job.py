@@ -1,6 +1,6 @@
-"""Jobs of rank processes: a function found by its module, a rank that runs it, and how that ends.
+"""Jobs of rank processes: a function found by its module, and a rank that runs it.
 
-Jobs are pickled: they travel from a test to processes that it started itself, never on stagelink's
+Jobs are pickled: they travel from a process to others that it started itself, never on stagelink's
 wire.
 """
 
@@ -16,8 +16,7 @@ import resource
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from operator import attrgetter
@@ -28,9 +27,10 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from stagelink.errors import StagelinkError, UsageError
+from stagelink.errors import UsageError
+from stagelink.ranks.outcome import Outcome
 
-__all__ = ["Event", "Job", "Outcome", "RankFailedError", "Task", "report", "serve"]
+__all__ = ["Job", "Report", "Task", "report", "serve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,72 +99,8 @@ def _import_file(name: str, file: str) -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """End of one rank's function.
-
-    Attributes:
-        rank: the rank.
-        value: what the function returned.
-        error: the traceback's text, when the function raised.
-        hung_s: seconds after which the rank was killed, still running; ``stderr`` has its stacks.
-        exit_code: of a process that ended before its function did: negative for a signal.
-        stdout: what the rank wrote there (processes only).
-        stderr: what the rank wrote there (processes only).
-    """
-
-    rank: int
-    value: Any = None
-    error: str | None = None
-    hung_s: float | None = None
-    exit_code: int | None = None
-    stdout: str = ""
-    stderr: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the function returned."""
-        return self.error is None and self.hung_s is None and self.exit_code is None
-
-    @property
-    def signal(self) -> signal.Signals | None:
-        """The signal that ended the process, if one did."""
-        if self.hung_s is not None or self.exit_code is None or self.exit_code >= 0:
-            return None
-        return signal.Signals(-self.exit_code)
-
-    def __str__(self) -> str:
-        return "\n".join(filter(None, [self._headline(), self.error, self.stdout, self.stderr]))
-
-    def _headline(self) -> str:
-        if self.error is not None:
-            return f"rank {self.rank} raised"
-        if self.hung_s is not None:
-            return f"rank {self.rank} still ran after {self.hung_s:g} s"
-        if self.signal is not None:
-            return f"rank {self.rank} was ended by {self.signal.name}"
-        if self.exit_code is not None:
-            return f"rank {self.rank} ended with exit code {self.exit_code} inside its function"
-        return f"rank {self.rank} returned"
-
-
-class RankFailedError(StagelinkError, RuntimeError):
-    """Some ranks of a test did not return; the text has each one's traceback, signal or stacks.
-
-    Args:
-        name: of the function that they ran.
-        outcomes: of all ranks.
-    """
-
-    def __init__(self, name: str, outcomes: Sequence[Outcome]) -> None:
-        self.outcomes = tuple(outcomes)
-        failed = [outcome for outcome in outcomes if not outcome.ok]
-        parts = [f"{len(failed)} of {len(outcomes)} ranks of {name!r} failed", *map(str, failed)]
-        super().__init__("\n\n".join(parts))
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """The rank reported something."""
+class Report:
+    """Report of a rank to the process that started it."""
 
     name: str
     value: Any = None
@@ -188,7 +124,7 @@ _HOME = _Home()
 
 
 def report(event: str, value: Any = None) -> None:
-    """Tell the test's process something, from a function that runs on a rank process.
+    """Tell the process that started this one something, from a function that it runs as a rank.
 
     Args:
         event: a name to wait for with `RankProcesses.wait_for`.
@@ -197,12 +133,13 @@ def report(event: str, value: Any = None) -> None:
     Raises:
         UsageError: this process is no rank process.
     """
-    _HOME.send(pickle.dumps(Event(event, value)))
+    _HOME.send(pickle.dumps(Report(event, value)))
 
 
 def serve(connection: Connection, directory: str) -> None:
     """Run tasks until the pipe's other end closes; stdout and stderr are files in a directory."""
     _own_output(directory)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `start_rank_server`
     torch.set_num_threads(1)
     _HOME.connection = connection
     _HOME.send(b"")
@@ -239,6 +176,5 @@ def _attempt(task: Task) -> bytes:
     """Run the task; its outcome, pickled. A result that cannot be pickled is a failure, too."""
     try:
         return pickle.dumps(Outcome(task.rank, value=task.run()))
-    except BaseException as error:  # also SystemExit and Ctrl-C: the test wants to see them
-        failure = "".join(traceback.format_exception(error))
-        return pickle.dumps(Outcome(task.rank, error=failure))
+    except BaseException as error:  # also SystemExit and Ctrl-C: the starter wants to see them
+        return pickle.dumps(Outcome.raised_by(task.rank, error))

@@ -1,12 +1,11 @@
-"""Ranks as threads of one process; a whole pipeline on them, for a debugger and for notebooks."""
+"""A whole pipeline on threads of one process, for a debugger and for notebooks."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from torch.distributed import HashStore
 
@@ -16,42 +15,12 @@ from stagelink.errors import AbortedError, PeerClosedError
 from stagelink.exchange.connect import connect
 from stagelink.exchange.handler import Handler
 from stagelink.plan import LinkRule, Plan
+from stagelink.ranks.threads import RankThread
 from stagelink.transport.loopback import Loopback
 
 T = TypeVar("T")
 
 _PATIENCE_S = 5.0
-
-
-class RankThread(threading.Thread, Generic[T]):
-    """One rank's function on a thread that begins at once and keeps what became of it.
-
-    A daemon, so that one which hangs in the user's code cannot hold up the process's end.
-
-    Args:
-        rank: the rank; the thread is named after it.
-        call: the function.
-
-    Attributes:
-        value: what the function returned, when the thread has ended without an error.
-        error: what it raised.
-    """
-
-    value: T
-
-    def __init__(self, rank: int, call: Callable[[int], T]) -> None:
-        super().__init__(name=f"rank {rank}", daemon=True)
-        self.rank = rank
-        self.error: BaseException | None = None
-        self._call = call
-        self.start()
-
-    def run(self) -> None:
-        """Call the function."""
-        try:
-            self.value = self._call(self.rank)
-        except BaseException as error:  # handed to the thread that waits
-            self.error = error
 
 
 @checked(plan=instance(Plan, "a Plan"), work=CALLABLE)

@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from stagelink.errors import ConnectError
-from stagelink.testing.jobs import Task, serve
+from stagelink.ranks.job import Task, serve
 
 __all__ = ["Worker", "open_descriptors", "start_rank_server", "start_workers"]
 
@@ -20,8 +21,9 @@ START_S = 60.0
 """Seconds for a process to be there; the first one waits until torch is loaded."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# pytest, because a child imports its parent's main module. What is not installed is skipped.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "stagelink", "pytest"])
+# pytest, where it runs, because a child imports its parent's main module.
+_MAIN = {"pytest"} & sys.modules.keys()
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "stagelink", *_MAIN])
 
 
 def start_rank_server() -> None:
@@ -29,8 +31,16 @@ def start_rank_server() -> None:
 
     The first rank process does the same. Called before, it keeps the server and its pipes out of
     what `no_leaks` counts; it lives as long as this process.
+
+    It and the processes that it forks block SIGINT until they serve: Ctrl-C comes to every process
+    of a terminal, and each would print where it was, in torch's import say.
     """
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # unblocks SIGINT where it has to start one
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def open_descriptors() -> dict[int, str]:
@@ -53,8 +63,9 @@ class Worker:
     def __init__(self) -> None:
         self._directory = TemporaryDirectory(prefix="stagelink-rank-")
         before = open_descriptors()
+        start_rank_server()
         self.connection, theirs = _CONTEXT.Pipe()
-        # A daemon, so that one which hangs cannot hold up the end of the test's process.
+        # A daemon, so that one which hangs cannot hold up the end of this process.
         self.process = _CONTEXT.Process(
             target=serve, args=(theirs, self._directory.name), name="stagelink-rank", daemon=True
         )
@@ -127,8 +138,10 @@ def start_workers(count: int) -> list[Worker]:
     Raises:
         ConnectError: one did not start; the others are ended.
     """
-    workers = [Worker() for _ in range(count)]  # all of them at once, then wait
+    workers: list[Worker] = []
     try:
+        while len(workers) < count:  # all of them at once, then wait
+            workers.append(Worker())
         for worker in workers:
             worker.wait_ready()
     except BaseException:

@@ -1,9 +1,8 @@
-"""Functions run as the ranks of a pipeline, each in a process of its own, or in a thread.
+"""Functions run as the ranks of a pipeline, each on a process of its own.
 
 `run_fresh` starts new processes, to be reported from, stopped and killed; a `RankPool` keeps its
 own for the next run. Processes are forked from a server that has torch loaded, so one more costs
-about 0.1 s. A function is called as ``function(rank, world_size, store, *args)`` with a fresh
-store for the ranks to meet in; it must stand at a module's top level.
+about 0.1 s. A function must stand at a module's top level.
 
 Every rank runs one torch thread, writes its output to a file of its own, and sees the environment
 variables of the moment at which the first one was started. It may fork, but not start children
@@ -12,27 +11,26 @@ through `multiprocessing`.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
-import sys
-import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, Self, TypeVar, TypeVarTuple
 
-from torch.distributed import HashStore, Store
+from torch.distributed import Store
 
 from stagelink.deadline import Deadline
-from stagelink.exchange.threads import RankThread
-from stagelink.testing.jobs import Event, Job, Outcome, RankFailedError, Task
-from stagelink.testing.worker import Worker, start_workers
+from stagelink.ranks.job import Job, Report, Task
+from stagelink.ranks.outcome import Outcome, RankFailedError
+from stagelink.ranks.worker import Worker, start_workers
 
-__all__ = ["RankPool", "RankProcesses", "run_fresh", "run_threads"]
+__all__ = ["RankPool", "RankProcesses", "run_fresh"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -54,7 +52,7 @@ class RankProcesses(Generic[T]):
         self._name = job.function
         self._workers = list(workers)
         self._outcomes: dict[int, Outcome] = {}
-        self._events: dict[int, deque[Event]] = defaultdict(deque)
+        self._reports: dict[int, deque[Report]] = defaultdict(deque)
         self._directory = TemporaryDirectory(prefix="stagelink-store-")
         store = str(Path(self._directory.name, "store"))
         for rank, worker in enumerate(workers):
@@ -80,15 +78,26 @@ class RankProcesses(Generic[T]):
             RankFailedError: it ended without.
         """
         deadline = Deadline(timeout_s)
-        events = self._events[rank]
+        reports = self._reports[rank]
         while True:
-            while events:
-                if (found := events.popleft()).name == event:
+            while reports:
+                if (found := reports.popleft()).name == event:
                     return found.value
             if rank in self._outcomes:
                 raise RankFailedError(self._name, [self._outcomes[rank]])
             if not self._pump(deadline):
                 raise TimeoutError(f"rank {rank} did not report {event!r} within {timeout_s:g} s")
+
+    def reports(self, rank: int) -> Iterator[Any]:
+        """Yield the values that a rank reports, as they come, until all have ended or one failed.
+
+        How they ended, `outcomes` says, whose ``timeout_s`` is then for those that the failure of
+        another one ends.
+        """
+        while self._running() and all(outcome.ok for outcome in self._outcomes.values()):
+            self._pump(Deadline(math.inf))
+            while self._reports[rank]:
+                yield self._reports[rank].popleft().value
 
     def outcomes(self, timeout_s: float = 30.0) -> list[Outcome]:
         """Block until every rank's function has ended, and say how, by rank.
@@ -162,9 +171,9 @@ class RankProcesses(Generic[T]):
         if gone and rank not in self._outcomes:
             self._finish(Outcome(rank, exit_code=worker.process.exitcode))
 
-    def _handle(self, message: Event | Outcome, rank: int) -> None:
-        if isinstance(message, Event):
-            self._events[rank].append(message)
+    def _handle(self, message: Report | Outcome, rank: int) -> None:
+        if isinstance(message, Report):
+            self._reports[rank].append(message)
         else:
             self._finish(message)
 
@@ -176,11 +185,14 @@ class RankProcesses(Generic[T]):
 
 
 def run_fresh(
-    function: Callable[[int, int, Store, *Ts], T], world_size: int, *args: *Ts
+    function: Callable[[int, int, Store, *Ts], T],
+    world_size: int,
+    *args: *Ts,
+    limit_s: float = LIMIT_S,
 ) -> RankProcesses[T]:
     """Start ``function(rank, world_size, store, *args)`` on new processes, and do not wait for it.
 
-    For tests that stop or kill ranks::
+    ``limit_s`` is that of `RankProcesses`. For tests that stop or kill ranks::
 
         with run_fresh(train, 4, plan) as ranks:
             ranks.wait_for(1, "half way")       # train calls report("half way")
@@ -191,7 +203,7 @@ def run_fresh(
         UsageError: the function cannot be found by its name.
     """
     job = Job.of(function, args)
-    return RankProcesses(job, start_workers(world_size))
+    return RankProcesses(job, start_workers(world_size), limit_s)
 
 
 class RankPool:
@@ -256,45 +268,3 @@ class RankPool:
         self._idle += start_workers(count - len(self._idle))
         taken, self._idle = self._idle[:count], self._idle[count:]
         return taken
-
-
-def run_threads(
-    function: Callable[[int, int, Store, *Ts], T],
-    world_size: int,
-    *args: *Ts,
-    timeout_s: float = 30.0,
-) -> list[T]:
-    """Run ``function(rank, world_size, store, *args)`` on a thread per rank and wait for all.
-
-    The ranks share one store in memory. A thread that hangs cannot be ended: it stays behind.
-
-    Returns:
-        What each returned, by rank.
-
-    Raises:
-        RankFailedError: some raised (the first one's exception is the cause), or still ran after
-            ``timeout_s``; the text has every traceback and the stacks of those that hang.
-    """
-    store = HashStore()
-    threads = [
-        RankThread(rank, lambda rank: function(rank, world_size, store, *args))
-        for rank in range(world_size)
-    ]
-    deadline = Deadline(timeout_s)
-    for thread in threads:
-        thread.join(deadline.remaining_s)
-    outcomes = [_outcome(thread, timeout_s) for thread in threads]
-    if not all(outcome.ok for outcome in outcomes):
-        cause = next((thread.error for thread in threads if thread.error), None)
-        raise RankFailedError(function.__qualname__, outcomes) from cause
-    return [outcome.value for outcome in outcomes]
-
-
-def _outcome(thread: RankThread[Any], waited_s: float) -> Outcome:
-    if thread.is_alive():
-        frame = sys._current_frames().get(thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame else ""
-        return Outcome(thread.rank, hung_s=waited_s, stderr=stack)
-    if thread.error is not None:
-        return Outcome(thread.rank, error="".join(traceback.format_exception(thread.error)))
-    return Outcome(thread.rank, value=thread.value)
