@@ -329,7 +329,7 @@ def test_how_a_connection_ended_is_told(number: int, wanted: str, found_by: str)
     if number == errno.ENOMEM:  # a write that fails so is its caller's error
         found_by = "reading"
     with planes() as (one, other, mine):
-        connection = other._connections[0]
+        connection = other.connections[0]
         error = OSError(number, os.strerror(number)) if number else None
         connection.sock = Broken(connection.sock, found_by, error)  # type: ignore[assignment]
         if found_by == "writing":

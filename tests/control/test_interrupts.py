@@ -218,7 +218,7 @@ def test_a_close_that_waits_raises_it_too_and_gives_everything_back() -> None:
         ):
             assert type(error) is DeadlineError, (place, error)
             closed, other = pairs[-1].planes
-            sock = closed._connections[1].sock
+            sock = closed.connections[1].sock
             assert sock.fileno() < 0, place
             closed.close(Deadline(0.0))  # what an interrupt at the very end left
             other.close(Deadline(0.0))

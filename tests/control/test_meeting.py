@@ -103,7 +103,7 @@ def test_all_greet_all(servers: list[str]) -> None:
     def meet(rank: int, world_size: int, store: Store) -> dict[int, Greeting]:
         with ready(store, rank, world_size, server=servers[rank]) as me:
             greetings = me.meet()
-            for peer, connection in me.plane._connections.items():
+            for peer, connection in me.plane.connections.items():
                 near = servers[peer] == servers[rank]
                 assert connection.sock.family == (socket.AF_UNIX if near else socket.AF_INET)
             _wait_for_all(store, rank, world_size)
@@ -147,7 +147,7 @@ def test_a_tcp_connection_is_quick_and_watched() -> None:
     def meet(rank: int, world_size: int, store: Store) -> list[int]:
         with ready(store, rank, world_size, server=f"server {rank}") as me:
             me.meet()
-            (connection,) = me.plane._connections.values()
+            (connection,) = me.plane.connections.values()
             option = connection.sock.getsockopt
             found = [
                 option(socket.IPPROTO_TCP, socket.TCP_NODELAY),

@@ -137,7 +137,7 @@ def test_more_than_the_socket_takes_comes_through(line: Callable[[int], Line]) -
 @pytest.mark.parametrize("line", [False], indirect=True, ids=["by socket"])
 def test_what_is_queued_just_after_a_flush_is_written_too(line: Callable[[int], Line]) -> None:
     pair = line(2)
-    writer = pair.planes[0]._connections[1]
+    writer = pair.planes[0].connections[1]
     flush, said = writer.flush, [0]
 
     def say_until_queued() -> None:
@@ -277,9 +277,9 @@ def test_a_goodbye_behind_a_reset_is_heard(line: Callable[[int], Line]) -> None:
         pair.say(1, 0, b"never read")
     pair.planes[0].post(1, Header(MessageKind.BYE))
     # With unread data: the peer is reset first.
-    pair.planes[0].door.drop(pair.planes[0]._connections.pop(1))
+    pair.planes[0].door.drop(pair.planes[0].connections.pop(1))
     assert pair.planes[1].wait(lambda: 0 in pair.planes[1].gone, Deadline(LONG))
-    pair.planes[1].wait(lambda: pair.planes[1]._connections[0].ended, Deadline(LONG))
+    pair.planes[1].wait(lambda: pair.planes[1].connections[0].ended, Deadline(LONG))
     pair.planes[1].check()
 
 
@@ -394,7 +394,7 @@ def test_a_failure_is_told_before_anybody_can_close(line: Callable[[int], Line])
         plane.close(Deadline(5))
 
     def close_then_send(self: Connection, header: Header, *rest: bytes) -> None:
-        if self is plane._connections[1] and not closers:
+        if self is plane.connections[1] and not closers:
             closers.append(threading.Thread(target=close))
             closers[0].start()
             closers[0].join(0.2)

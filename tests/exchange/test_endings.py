@@ -79,7 +79,7 @@ def _many(comm: stagelink.Handler) -> int:
         ledgers = session._traffic._ledgers.values()
         marks = [mark for ledger in ledgers for mark in (ledger.sent, ledger.taken)]
         due = sum(len(ledger.returning) + len(ledger.owed) for ledger in ledgers)
-        return sum(len(mark._others) for mark in marks) + due
+        return sum(len(mark.others) for mark in marks) + due
 
 
 def test_a_long_session_keeps_nothing_of_what_is_done(ranks: Ranks) -> None:
@@ -224,4 +224,4 @@ def test_marks_in_any_order() -> None:
         assert number in marks
     assert all(number in marks for number in range(5))
     assert 5 not in marks
-    assert not marks._others
+    assert not marks.others

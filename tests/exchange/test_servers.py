@@ -28,7 +28,7 @@ PLAN = document(
 
 
 def _families(comm: stagelink.Handler) -> dict[int, int]:
-    connections = comm._plane._connections
+    connections = comm._plane.connections
     return {peer: connection.sock.family for peer, connection in connections.items()}
 
 

@@ -116,7 +116,7 @@ class Connection:
 
     # -- out
 
-    def send(
+    def send(  # noqa: C901 - no frame more for each message
         self, header: Header, note: bytes = b"", payload: bytes = b"", fds: Sequence[int] = ()
     ) -> None:
         """Send one frame, now or as soon as the socket takes it; returns at once.
@@ -127,10 +127,8 @@ class Connection:
         Raises:
             ProtocolError: descriptors over a connection that cannot carry them, or too many.
         """
-        if fds and not self._passes_fds:
-            raise ProtocolError(f"{len(fds)} file descriptors over a connection between servers")
-        if len(fds) > MAX_FDS:
-            raise ProtocolError(f"{len(fds)} file descriptors in one frame; it takes {MAX_FDS}")
+        if fds:
+            self._check_fds(len(fds))
         with self._lock:
             if self._writes is not _OPEN:
                 return
@@ -139,7 +137,15 @@ class Connection:
                 self._twin._take_over(tuple.__new__(Frame, (header, note, payload, kept)))
                 return
             data = header.pack(len(note), len(fds)) + note + payload
-            sent = 0 if self._out else self._write(data, fds)
+            if self._out:
+                sent = 0
+            elif fds:
+                sent = self._write(data, fds)
+            else:
+                try:
+                    sent = self.sock.send(data)
+                except OSError as error:
+                    sent = self._not_written(error)
             if sent == len(data) or self._is_broken:
                 return
             left = _duplicates(() if sent else fds)
@@ -147,6 +153,12 @@ class Connection:
             first = len(self._out) == 1
         if first:
             self._on_blocked(self)
+
+    def _check_fds(self, count: int) -> None:
+        if not self._passes_fds:
+            raise ProtocolError(f"{count} file descriptors over a connection between servers")
+        if count > MAX_FDS:
+            raise ProtocolError(f"{count} file descriptors in one frame; it takes {MAX_FDS}")
 
     def hand_to(self, number: int) -> None:
         """The other end is this process's connection of that number: frames need no socket.
@@ -206,14 +218,17 @@ class Connection:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))
             return self.sock.sendmsg([data], [rights])
         except OSError as error:
-            if stops_caller(error):
-                raise
-            if isinstance(error, BlockingIOError):
-                return 0
+            return self._not_written(error)
+
+    def _not_written(self, error: OSError) -> int:
+        """Nothing was: the socket is full, or the peer gone; else it raises the error."""
+        if stops_caller(error):
+            raise error
+        if not isinstance(error, BlockingIOError):
             if error.errno not in _GONE:
-                raise
+                raise error
             self._break(error)
-            return 0
+        return 0
 
     def _shut_writes(self) -> None:
         try:
@@ -244,14 +259,15 @@ class Connection:
         """
         if not self._framing.trusted:
             return self._read_stranger()
-        count = self._receive(READ_BYTES, fds=self._passes_fds)
+        count = self._receive(self._buffer, fds=self._passes_fds)
         return self._framing.frames(bytes(self._buffer[:count])) if count else ()
 
     def _read_stranger(self) -> Iterator[Frame]:
         stranger = True
         while stranger:  # of whom nothing but its HELLO is read
             stranger = not self._framing.trusted
-            count = self._receive(self._framing.room, fds=self._passes_fds and not stranger)
+            room = self._buffer[: self._framing.room]
+            count = self._receive(room, fds=self._passes_fds and not stranger)
             if not count:
                 return
             yield from self._framing.feed(bytes(self._buffer[:count]))
@@ -276,15 +292,20 @@ class Connection:
         self.sock.close()
         self._drop_handed()
 
-    def _receive(self, most: int, *, fds: bool) -> int:
+    def _receive(self, room: memoryview, *, fds: bool) -> int:
         """Read into the buffer; how many bytes, 0 where there are none, or no more."""
-        room = self._buffer[:most]
         while True:
+            ancillary: Sequence[tuple[int, int, bytes]] = ()
+            flags = 0
             try:
-                # Without asking for them, descriptors are dropped by the kernel.
-                count = self._receive_with_fds(room) if fds else self.sock.recv_into(room)
+                if fds:  # which the kernel drops where nobody asks for them
+                    count, ancillary, flags, _ = self.sock.recvmsg_into(
+                        [room], _FDS_SPACE, _CLOSE_ON_EXEC
+                    )
+                else:
+                    count = self.sock.recv_into(room)
             except OSError as error:
-                if isinstance(error, ProtocolError) or stops_caller(error):
+                if stops_caller(error):
                     raise
                 if isinstance(error, BlockingIOError):
                     return 0
@@ -294,13 +315,12 @@ class Connection:
                     # before, its goodbye included, is still to be read.
                     continue
                 count = 0
+            if ancillary or flags & _TRUNCATED:
+                self._take_fds(ancillary, flags)
             self.ended = not count
             return count
 
-    def _receive_with_fds(self, room: memoryview) -> int:
-        count, ancillary, flags, _ = self.sock.recvmsg_into(
-            [room], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC
-        )
+    def _take_fds(self, ancillary: Iterable[tuple[int, int, bytes]], flags: int) -> None:
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array("i")
@@ -310,7 +330,6 @@ class Connection:
             raise ProtocolError(
                 "descriptors were handed over, and this process cannot have so many (ulimit -n)"
             )
-        return count
 
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took. Silent when done before."""
@@ -338,4 +357,5 @@ def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
 _connections: WeakValueDictionary[int, Connection] = WeakValueDictionary()
 _numbers = itertools.count(1)
 _TRUNCATED = int(socket.MSG_CTRUNC)  # a plain number, since enum's operators are slow
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 _FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)

@@ -83,6 +83,11 @@ class Failure:
         """Whether this process is a fork of the one that connected."""
         return self.state is State.FORKED
 
+    def enter(self, state: State) -> None:
+        """Take the next step towards the end."""
+        self.state = state
+        self._reader.ending = True
+
     # -- for callers
 
     def check(self) -> None:
@@ -154,6 +159,7 @@ class Failure:
                 "text": text or str(error),
             }
             self.error = error
+            self._reader.ending = True
             # With the lock held: who sees the failure may close at once, and then nothing more is
             # sent.
             self._tell(told_by)
@@ -183,8 +189,8 @@ class Failure:
 
     def fail_forked(self, text: str) -> None:
         """Raise `ForkedError` in every later call, and tell nobody."""
-        self.state = State.FORKED
         self._forked = ForkedError(text)
+        self.enter(State.FORKED)
 
     def blame(self, error: StagelinkError, peer: int | None = None) -> None:
         """Fail with a transport's error, unless reading explains it better within a moment.

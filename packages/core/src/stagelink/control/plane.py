@@ -47,6 +47,9 @@ class Plane:
     """Connections of one rank, reading, and dispatch.
 
     Attributes:
+        connections: to each peer. What may not come behind this rank's goodbye is sent on one
+            with the lock held, and not to those in ``goodbyes.said``: by `post`, where no frame of
+            Python's is to be spared.
         lock: guards what handlers change and waiting callers look at.
         changed: has every waiting caller look again.
         failure: what ends the use of this rank's handler.
@@ -57,18 +60,18 @@ class Plane:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._connections: dict[int, Connection] = {}
+        self.connections: dict[int, Connection] = {}
         self._process = os.getpid()
         self.reader = Reader(f"stagelink-reader-{rank}")
         self.lock = self.reader.lock
         self.changed = self.reader.changed
-        self.goodbyes = Goodbyes(rank, self.reader, self._connections)
+        self.goodbyes = Goodbyes(rank, self.reader, self.connections)
         self.gone = self.goodbyes.gone
         self.failure = Failure(rank, self.reader, self.goodbyes.ended, self._tell_failure)
         self.check = self.failure.check
         self.fail = self.failure.fail
-        self.door = Door(rank, self.reader, self._connections, self.failure, self._on_ready)
-        self.chain = Chain(rank, self.reader, self._connections, self.post, self.wait)
+        self.door = Door(rank, self.reader, self.connections, self.failure, self._on_ready)
+        self.chain = Chain(rank, self.reader, self.connections, self.post, self.wait)
         self._handlers: dict[MessageKind, MessageHandler] = {
             MessageKind.ABORT: self._on_abort,
             MessageKind.BYE: self.goodbyes.hear,
@@ -91,22 +94,22 @@ class Plane:
     @property
     def peers(self) -> tuple[int, ...]:
         """Ranks that this one is or was connected to."""
-        return tuple(self._connections)
+        return tuple(self.connections)
 
     def address_with(self, peer: int) -> str:
         """This host's address on the connection with a peer; loopback within a server."""
-        return self._connections[peer].address
+        return self.connections[peer].address
 
     def post(
         self, peer: int, header: Header, note: bytes = b"", payload: bytes = b"", fds: Any = ()
     ) -> None:
         """Send one frame to a peer; returns at once, and says nothing where the peer is gone."""
         if header.kind not in _BEFORE_BYE:
-            self._connections[peer].send(header, note, payload, fds)
+            self.connections[peer].send(header, note, payload, fds)
             return
         with self.lock:  # so that none of these comes behind this rank's goodbye
             if peer not in self.goodbyes.said:
-                self._connections[peer].send(header, note, payload, fds)
+                self.connections[peer].send(header, note, payload, fds)
 
     def wait(
         self,
@@ -125,7 +128,8 @@ class Plane:
             StagelinkError: as `check`, at once when it happens during the wait.
         """
         check = self.failure.check_failure if closing else self.check
-        check()  # before the lock: in a forked child nobody may ever release it
+        if self.reader.ending:
+            check()  # before the lock: in a forked child nobody may ever release it
         try:
             if awaited is not None:
                 self.chain.waits[get_ident()] = awaited
@@ -206,7 +210,7 @@ class Plane:
         self.failure.fail_as_told(decode(frame.note), told_by=peer)
 
     def _tell_failure(self, told_by: int | None) -> None:
-        for connection in (*self._connections.values(), *self.door.strangers):
+        for connection in (*self.connections.values(), *self.door.strangers):
             if connection.greeted and (told_by is None or connection.peer != told_by):
                 connection.send(Header(MessageKind.ABORT), encode(self.failure.cause))
 
@@ -217,7 +221,7 @@ class Plane:
         with self.lock:
             if self.failure.state is not State.OPEN:
                 return False
-            self.failure.state = State.CLOSING
+            self.failure.enter(State.CLOSING)
         self.changed()
         return True
 
@@ -229,9 +233,9 @@ class Plane:
         if self.failure.forked:
             return
         if self.failure.state is not State.CLOSED:
-            self.failure.state = State.LEAVING
+            self.failure.enter(State.LEAVING)
         try:
-            self._take_leave(tuple(self._connections.values()), deadline)
+            self._take_leave(tuple(self.connections.values()), deadline)
         finally:
             try:
                 self.reader.stop(Deadline(_STOP_S))  # longer only if a plugin's call does not end
@@ -253,8 +257,8 @@ class Plane:
 
     def _release(self) -> None:
         with self.lock:
-            self.failure.state = State.CLOSED
-            for connection in (*self._connections.values(), *self.door.strangers):
+            self.failure.enter(State.CLOSED)
+            for connection in (*self.connections.values(), *self.door.strangers):
                 connection.close()
             self.door.close()
             self.reader.close()
@@ -266,7 +270,7 @@ class Plane:
             f"rank {self.rank} was opened in process {self._process}, this is its fork "
             f"{os.getpid()}; connect again here, or start workers by spawn"
         )
-        for connection in (*self._connections.values(), *self.door.strangers):
+        for connection in (*self.connections.values(), *self.door.strangers):
             connection.forget()
         self.door.forget()
         self.reader.forget()

@@ -74,6 +74,7 @@ class Reader:
         on_error: called on the reading thread with what went wrong in a turn; may raise it.
         on_alarm: called in the turn after the moment that `call_at` was given.
         spin_s: seconds that a turn may poll before it blocks; how long is its own affair.
+        ending: whether a failure or a close has begun; only then is a wait's ``check`` called.
         last_call_s: when a caller was last active, by the monotonic clock, which callers that do
             not wait set too: the standby stays away for a moment.
     """
@@ -84,9 +85,11 @@ class Reader:
         self.on_alarm: Callable[[], None] = lambda: None
         self.on_error: Callable[[BaseException], None] | None = None
         self.spin_s = 0.0
+        self.ending = False
         self._reader: Bell | None = None
         self._phase = _AWAY
         self._waiting: set[Bell] = set()
+        self._bells: list[Bell] = []  # to be used again: to make one costs as much as a look
         self.last_call_s = self._last_turn = 0.0
         self._short_waits = self._turns_of_calls = 0
         self._alarm_s = math.inf
@@ -190,7 +193,7 @@ class Reader:
             if reader in self._waiting and not dispatches_here:
                 self._waker.wake()
 
-    def wait(
+    def wait(  # noqa: C901 - no frame more for each message
         self,
         ready: Callable[[], bool],
         deadline: Deadline,
@@ -199,26 +202,29 @@ class Reader:
         """Block until ``ready()``, asked with the lock held, is true; False when time ran out.
 
         Signals interrupt it. An exception out of reading, ``ready`` or ``check`` ends it; the
-        latter is called before each ``ready``.
+        latter is called before each ``ready`` once there is something in it, see `ending`.
         """
         me: Bell | None = None
         try:
             with self.lock:
                 self.last_call_s = began = time.monotonic()
-                check()
+                if self.ending:
+                    check()
                 if ready():
                     return True
-                me = Bell(threading.get_ident())
+                me = self._bells.pop() if self._bells else Bell()
+                me.thread = threading.get_ident()
                 # From now on a change rings: none is missed between two looks.
                 self._waiting.add(me)
             long_from = began + _LONG_S
-            while (left_s := deadline.remaining_s) > 0:
+            while (left_s := deadline.end_s - time.monotonic()) > 0:
                 if self._reader is None:
                     self._turn(me, min(left_s, _LOOK_S))
                 else:
                     me.sleep(min(left_s, _LOOK_S))
                 with self.lock:
-                    check()
+                    if self.ending:
+                        check()
                     if ready():
                         return True
                 if self.on_long_wait is not None and time.monotonic() > long_from:
@@ -227,6 +233,7 @@ class Reader:
         finally:
             if me is not None:
                 self._waiting.discard(me)
+                self._bells.append(me)
                 if self._standby_phase is _PARKED and not self._waiting:
                     self._idle.ring()
 

@@ -32,14 +32,17 @@ class Bell:
 
     Attributes:
         thread: whose it is.
+        heard: called without blocking, whether it was rung since this, or `sleep`, was last
+            called; in C, as every wait asks.
     """
 
-    __slots__ = ("_rung", "thread")
+    __slots__ = ("_rung", "heard", "thread")
 
     def __init__(self, thread: int = 0) -> None:
         self.thread = thread
         self._rung = threading.Lock()
-        self._rung.acquire(blocking=False)
+        self.heard: Callable[[], bool] = partial(self._rung.acquire, blocking=False)
+        self.heard()
 
     def ring(self) -> None:
         """Wake its thread, or have its next `sleep` return at once; from any thread."""
@@ -52,10 +55,6 @@ class Bell:
     def sleep(self, timeout_s: float) -> bool:
         """Block until it is rung; False when time ran out. Signals interrupt it."""
         return self._rung.acquire(timeout=timeout_s)
-
-    def heard(self) -> bool:
-        """Whether it was rung since this, or `sleep`, was last called; never blocks."""
-        return self._rung.acquire(blocking=False)
 
 
 class Waker:

@@ -59,8 +59,8 @@ class Engine:
         self.table = RoutingTable(plan, rank, node.wiring)
         inline_bytes, device = plan.control.inline_bytes, device_here(plan.stage_of(rank).device)
         self.terms: dict[Mode, Terms] = {
-            "train": Terms(True, inline_bytes, device),
-            "evaluate": Terms(False, inline_bytes, device),
+            "train": Terms(True, inline_bytes, device, device.type == "cpu"),
+            "evaluate": Terms(False, inline_bytes, device, device.type == "cpu"),
         }
         self.reducer = Reducer(plane, spanning_tree(neighbours(plan), rank))
         node.on_close.append(self._abandon_messages)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import string_at
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from stagelink.plan import Edge
 from stagelink.plan.dtypes import DTYPE_BY_CODE
 from stagelink.transport.header import NO_TRACE, Flag, Header, MessageKind
 from stagelink.transport.modes import outside_modes
-from stagelink.transport.payload import content_of, from_bytes, from_raw, to_bytes
+from stagelink.transport.payload import bytes_at, content_of, from_bytes, from_raw, to_bytes
 
 
 class Terms(NamedTuple):
@@ -27,11 +26,13 @@ class Terms(NamedTuple):
         inline_bytes: payloads in host memory up to this size travel in the header's frame.
         device: where this stage's tensors are. A link to a stage on another kind of device carries
             host memory, and each end moves what is its own.
+        on_host: whether that is host memory.
     """
 
     trains: bool
     inline_bytes: int
     device: torch.device
+    on_host: bool
 
 
 def seal(  # noqa: C901 - no frame more for each message
@@ -72,21 +73,24 @@ def seal(  # noqa: C901 - no frame more for each message
                 f"transport {one.link.link.transport!r} does not carry {dtype.name}, only "
                 f"{', '.join(sorted(one.dtypes))}"
             )
-    if content.device != terms.device:
+    on_host = content.is_cpu
+    if not (on_host and terms.on_host) and content.device != terms.device:
         raise MessageError(f"the tensor is on {content.device}, this rank's stage {terms.device}")
-    flags = 0
+    flags, size_bytes = 0, content.nbytes
     if terms.trains and route.back is not None and content.requires_grad:
         flags = Flag.REQUIRES_GRAD
-    carried, device = content, route.link.stream.device
-    if device != terms.device:
+    carried = content
+    if not (on_host and route.on_host) and route.link.stream.device != terms.device:
+        on_host = route.on_host
         with outside_modes():
-            carried, in_order = to_bytes(content, in_order=in_order).to(device), True
+            carried = to_bytes(content, in_order=in_order).to(route.link.stream.device)
+            in_order = True
     payload: torch.Tensor | bytes
     private = False
-    if content.nbytes <= terms.inline_bytes and carried.is_cpu:
+    if size_bytes <= terms.inline_bytes and on_host:
         if not in_order:
             carried = to_bytes(carried, in_order=False)
-        payload = string_at(carried.data_ptr(), content.nbytes)
+        payload = bytes_at(carried.data_ptr(), size_bytes)
         flags |= Flag.INLINE
     else:
         payload = to_bytes(carried, in_order=in_order)
@@ -95,7 +99,7 @@ def seal(  # noqa: C901 - no frame more for each message
     header = tuple.__new__(
         Header,
         (kind, direction, flags, session, edge, microbatch, 0, 0, dtype.code, 0, 0,
-         content.nbytes, tuple(content.shape), NO_TRACE),
+         size_bytes, tuple(content.shape), NO_TRACE),
     )  # fmt: skip
     job = SendJob(header, payload, private=private)
     return [job] if len(routes) == 1 else [job, *_others(routes, job, tensor, terms)]
@@ -122,6 +126,8 @@ def unseal(arrival: Arrival, terms: Terms) -> torch.Tensor | None:
     if isinstance(payload, bytes):
         header = arrival.header  # whose dtype was looked at when it came
         tensor = from_raw(payload, DTYPE_BY_CODE[header.dtype_code], header.shape)
+        if terms.on_host:
+            return tensor
     else:
         tensor = from_bytes(payload, arrival.header.dtype, arrival.header.shape)
     if tensor.device == terms.device:

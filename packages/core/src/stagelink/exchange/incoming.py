@@ -101,7 +101,8 @@ class Incoming:
         arrival = Received(header, peer, self._completed)
         arrival.route = route
         with self._plane.lock:
-            record = self._sessions.find(header.session)
+            sessions = self._sessions
+            record = sessions.records.get(header.session) or sessions.find(header.session)
             if record is not None:
                 record.check(header.microbatch)
             if route.answers is not None:
@@ -205,7 +206,8 @@ class Incoming:
         """
         plane = self._plane
         try:
-            plane.check()
+            if plane.reader.ending:
+                plane.check()
             with plane.lock:
                 arrival = self.inbox.take_whole(key)
             if arrival is not None:
@@ -228,7 +230,9 @@ class Incoming:
             arrival = None
             while arrival is None:  # in its place there may be another: a refusal's second try
                 if self.inbox.get(key) is None:
-                    ready, awaited = partial(self._arrived, route, key), _awaited(route, key)
+                    ready = partial(self._arrived, route, key)
+                    # Not by its name, which would be a frame more.
+                    awaited = tuple.__new__(Awaited, (route.peer, partial(_what, route, key)))
                     if not self._plane.wait(ready, deadline, awaited):
                         raise self._late(route, key, deadline, "nothing came", awaited)  # noqa: TRY301
                 arrived = time.monotonic()
@@ -316,7 +320,7 @@ class Incoming:
         Raises:
             DeadlineError: time ran out.
         """
-        awaited = _awaited(route, key)
+        awaited = Awaited(route.peer, partial(_what, route, key))
         if not self._plane.wait(ready, deadline, awaited):
             raise self._late(route, key, deadline, what, awaited)
 
@@ -356,5 +360,5 @@ class Incoming:
         )
 
 
-def _awaited(route: InRoute, key: Key) -> Awaited:
-    return tuple.__new__(Awaited, (route.peer, lambda: f"{route.edge.name!r}, {key}"))
+def _what(route: InRoute, key: Key) -> str:
+    return f"{route.edge.name!r}, {key}"

@@ -11,31 +11,33 @@ class Marks:
     Those below the lowest that is missing are not kept one by one.
 
     Attributes:
-        below: the lowest number that is missing.
+        below: the lowest number that is missing. Where it is the next to be added, and there are
+            no others, to count it up is enough.
+        others: those above it.
     """
 
-    __slots__ = ("_others", "below")
+    __slots__ = ("below", "others")
 
     def __init__(self) -> None:
         self.below = 0
-        self._others: set[int] = set()
+        self.others: set[int] = set()
 
     def add(self, number: int) -> None:
         """Take a number in; it may be here already."""
         if number != self.below:
             if number > self.below:
-                self._others.add(number)
+                self.others.add(number)
             return
         self.below += 1
-        while self.below in self._others:
-            self._others.remove(self.below)
+        while self.below in self.others:
+            self.others.remove(self.below)
             self.below += 1
 
     def __contains__(self, number: int) -> bool:
-        return number < self.below or number in self._others
+        return number < self.below or number in self.others
 
     def __len__(self) -> int:
-        return self.below + len(self._others)
+        return self.below + len(self.others)
 
 
 class Ledger:

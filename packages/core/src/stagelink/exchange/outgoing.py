@@ -72,7 +72,7 @@ class Outgoing:
 
     # -- forward, by credit
 
-    def send_nowait(
+    def send_nowait(  # noqa: C901 - no frame more for each message
         self, route: OutRoute, record: SessionRecord, key: Key, job: SendJob, *, copy: bool
     ) -> bool:
         """Send one message if there is credit for it; never waits for a peer.
@@ -93,19 +93,21 @@ class Outgoing:
         """
         plane, window = self._plane, route.window
         try:
-            plane.check()
+            if plane.reader.ending:
+                plane.check()
             plane.reader.last_call_s = time.monotonic()
             if self._trace is not None:
                 job.header = job.header._replace(trace=self._trace(route.link.link, job.header))
-            payload = job.payload
+            payload, peer = job.payload, route.peer
             inline = b"" if payload is None else payload if type(payload) is bytes else None
             with plane.lock:
-                if route.peer in plane.gone or route.peer in record.ended:
-                    self._sessions.check_peer(route.peer, key, _undelivered(route, window, key))
+                if peer in plane.gone or peer in record.ended:
+                    self._sessions.check_peer(peer, key, _undelivered(route, window, key))
                 if not window.try_admit(key.session, key.microbatch):
                     return False
                 if inline is not None:
-                    plane.post(route.peer, job.header, b"", inline)
+                    if peer not in plane.goodbyes.said:
+                        plane.connections[peer].send(job.header, b"", inline)
                 else:
                     window.starting(key.session, key.microbatch)
             if inline is not None:
@@ -279,7 +281,7 @@ class Outgoing:
              0, 0, 0, 0, 0, 0, (), NO_TRACE),
         )  # fmt: skip
         note = b"".join(map(_MICROBATCH.pack, more)) if more else b""
-        self._plane.post(peer, header, note)
+        self._plane.connections[peer].send(header, note)
 
     # -- back, without credit
 
@@ -291,7 +293,8 @@ class Outgoing:
         """
         plane, peer = self._plane, route.peer
         try:
-            plane.check()
+            if plane.reader.ending:
+                plane.check()
             plane.reader.last_call_s = time.monotonic()
             if self._trace is not None:
                 job.header = job.header._replace(trace=self._trace(route.link.link, job.header))

@@ -119,6 +119,7 @@ class Sessions:
 
     Attributes:
         left: the last session that this rank has left, -1 at first.
+        records: by session, of those that are known here; see `find`.
     """
 
     def __init__(self, plane: Plane, plan: Plan) -> None:
@@ -129,7 +130,7 @@ class Sessions:
         # Replicas of a first stage compare with each other: two that end differently are found
         # even if nobody takes from both.
         self._siblings = siblings_of(plan, plane.rank)
-        self._records: dict[int, SessionRecord] = {}
+        self.records: dict[int, SessionRecord] = {}
         self._opened: dict[int, int] = {}
         plane.handle(MessageKind.OPEN, self._on_open)
         plane.handle(MessageKind.LAST, self._on_last)
@@ -137,9 +138,9 @@ class Sessions:
 
     def find(self, number: int) -> SessionRecord | None:
         """The record of a session; None of one that was forgotten. With the plane's lock held."""
-        record = self._records.get(number)
+        record = self.records.get(number)
         if record is None and number > self.left:
-            record = self._records[number] = SessionRecord(number)
+            record = self.records[number] = SessionRecord(number)
         return record
 
     def leave(self, number: int) -> None:
@@ -153,11 +154,11 @@ class Sessions:
         Of the last one as well others may still be wrong.
         """
         gone, peers = self._plane.gone, self._plane.peers
-        for number, record in [*self._records.items()]:
+        for number, record in [*self.records.items()]:
             if number >= self.left or len(record.theirs) + len(gone) < len(peers):
                 return  # nor those after it
             if all(peer in record.theirs or peer in gone for peer in peers):
-                del self._records[number]
+                del self.records[number]
 
     # -- how it opens
 
@@ -177,7 +178,7 @@ class Sessions:
             PeerClosedError: a peer closed while its opening was waited for.
         """
         with self._plane.lock:
-            record = self._records.setdefault(number, SessionRecord(number))
+            record = self.records.setdefault(number, SessionRecord(number))
         if microbatches is None:
             self._plane.wait(lambda: self._heard(record), Deadline(float("inf")))
             with self._plane.lock:
@@ -313,7 +314,7 @@ class Sessions:
         """Whether the peer has left the message's session without having it to send, or closed."""
         if peer in self._plane.gone:
             return True
-        record = self._records.get(key.session)
+        record = self.records.get(key.session)
         end = None if record is None else record.ended.get(peer)
         return end is not None and (key.edge, key.microbatch) not in end.due
 
@@ -326,7 +327,7 @@ class Sessions:
         """
         if not self.lost(peer, key):
             return
-        record, why = self._records.get(key.session), ""
+        record, why = self.records.get(key.session), ""
         if record is not None:
             record.check(key.microbatch)
             end = record.ended.get(peer)

@@ -55,7 +55,7 @@ class Traffic:
         self._record = record
         self._number = record.number
         self._until_end = microbatches == UNTIL_END
-        self._had_message = False
+        self._patience_s = engine.plan.limits.first_deadline_s
         self._ledgers = {edge: Ledger() for edge in engine.table.edges}
         self._bound(microbatches)
 
@@ -124,7 +124,7 @@ class Traffic:
 
     # -- messages
 
-    def send(  # noqa: C901 - no frame more for each message
+    def send(  # noqa: C901, PLR0912 - no frame more for each message
         self,
         name: str,
         tensor: torch.Tensor | None,
@@ -161,12 +161,17 @@ class Traffic:
                 else:
                     deadline = deadline or self._deadline(None)
                     out.send(route, key, job, deadline, copy=copy)
-                    self._had_message = True
+                    self._patience_s = self._limits.deadline_s
             ledger = ledgers[index]
-            ledger.sent.add(place)
+            sent = ledger.sent
+            if place == sent.below and not sent.others:
+                sent.below = place + 1
+            else:
+                sent.add(place)
             if job.header.flags & Flag.REQUIRES_GRAD:
                 ledger.returning.add(microbatch)
-            self._highest = max(self._highest, microbatch)
+            if self._until_end:
+                self._highest = max(self._highest, microbatch)
         if len(jobs) == 1 and jobs[0].finished:
             return SENT
         return SendHandle([*zip(routes, jobs, strict=True)], out.wait_sent, self._deadline)
@@ -220,14 +225,17 @@ class Traffic:
         if not self.open:
             self.check_open()
         ledger, place = self._ledgers[key.edge], self.mine.index(key.microbatch)
-        if place != ledger.taken.below and place in ledger.taken:
+        taken = ledger.taken
+        if place != taken.below and place in taken:
             raise _received_before(self._rank, route, key)
         arrival = self._into.take_nowait(route, key)
         if arrival is None:
-            deadline = deadline or self._deadline(None)
-            arrival = self._into.take(route, key, deadline)
-        self._had_message = True
-        ledger.taken.add(place)
+            arrival = self._into.take(route, key, deadline or Deadline(self._patience_s))
+        self._patience_s = self._limits.deadline_s
+        if place == taken.below and not taken.others:
+            taken.below = place + 1
+        else:
+            taken.add(place)
         if arrival.header.flags & Flag.REQUIRES_GRAD:
             ledger.owed[key.microbatch] = arrival
         return arrival
@@ -236,8 +244,7 @@ class Traffic:
         if deadline_s is not None:
             expect(f"rank {self._rank}", "deadline_s", deadline_s, SECONDS)
             return Deadline(deadline_s)
-        limits = self._limits
-        return Deadline(limits.deadline_s if self._had_message else limits.first_deadline_s)
+        return Deadline(self._patience_s)
 
     def _out_routes(self, name: str, microbatch: int) -> Sequence[OutRoute]:
         if not self.open:

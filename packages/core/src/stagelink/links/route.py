@@ -32,11 +32,12 @@ class OutRoute:
         back: the route that answers this one; None where no gradient comes back.
         has_contract: whether the plan declares dtype or shape.
         dtypes: names of the only element types that the link carries; None: every one.
+        on_host: whether it carries host memory.
     """
 
     __slots__ = (
         "answers", "back", "counters", "direction", "dtypes", "edge", "has_contract", "link",
-        "peer", "window",
+        "on_host", "peer", "window",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +56,7 @@ class OutRoute:
         self.window = Window()
         self.has_contract = edge.tensor.has_contract
         self.dtypes = link.dtypes
+        self.on_host = link.stream.device.type == "cpu"
         self.back: InRoute | None = None
         self.answers = answers
         if answers is not None:

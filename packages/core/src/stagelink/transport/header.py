@@ -65,9 +65,9 @@ Observers of one job must agree on it. What is meant, in W3C Trace Context's ter
 NO_TRACE = bytes(TRACE_BYTES)
 """The trace context of a message that has none."""
 
-_LAYOUT = struct.Struct(f"<4sBBBBIIqQHBBBBIQ8q{TRACE_BYTES}s")
+_LAYOUT = struct.Struct(f"<4sBBBBIIqQHBBBBIQ{8 * MAX_DIMS}s{TRACE_BYTES}s")
 HEADER_BYTES = _LAYOUT.size
-_NO_DIMS = (0,) * MAX_DIMS
+_SIZES = tuple(struct.Struct(f"<{dims}q") for dims in range(MAX_DIMS + 1))
 
 
 class MessageKind(enum.IntEnum):
@@ -168,24 +168,25 @@ class Header(NamedTuple):
 
     def pack(self, note_bytes: int = 0, fds: int = 0) -> bytes:
         """Encode as `HEADER_BYTES` bytes, for a frame with a note of this size and these fds."""
-        dims = len(self.shape)
+        (kind, direction, flags, session, edge, microbatch, sequence, link, dtype_code, _, _,
+         payload_bytes, shape, trace) = self  # fmt: skip
+        dims = len(shape)
         return _LAYOUT.pack(
-            MAGIC, VERSION, self.kind, self.direction, self.flags, self.session, self.edge,
-            self.microbatch, self.sequence, self.link, self.dtype_code, dims, fds, 0,
-            note_bytes, self.payload_bytes, *(self.shape + _NO_DIMS[dims:]), self.trace,
+            MAGIC, VERSION, kind, direction, flags, session, edge, microbatch, sequence, link,
+            dtype_code, dims, fds, 0, note_bytes, payload_bytes, _SIZES[dims].pack(*shape), trace,
         )  # fmt: skip
 
     @classmethod
-    def unpack(cls, data: bytes | bytearray, at: int = 0) -> Header:
+    def unpack(cls, data: bytes | bytearray, at: int = 0) -> Header:  # noqa: C901 - as quick
         """Decode the `HEADER_BYTES` bytes at an offset, trusting nothing in them.
 
         Raises:
             ProtocolError: foreign magic, another version, an unknown kind, or sizes that do not
                 agree with each other.
         """
-        fields = _LAYOUT.unpack_from(data, at)
-        magic, version, kind, direction = fields[:4]
-        dims, note_bytes = fields[11], fields[14]
+        (magic, version, kind, direction, flags, session, edge, microbatch, sequence, link,
+         dtype_code, dims, fds, _, note_bytes, payload_bytes, sizes, trace,
+        ) = _LAYOUT.unpack_from(data, at)  # fmt: skip
         if magic != MAGIC:
             raise ProtocolError(f"not a stagelink frame: it begins with {magic!r}")
         if version != VERSION:
@@ -196,17 +197,25 @@ class Header(NamedTuple):
             known_kind, known_direction = _KINDS[kind], _DIRECTIONS[direction]
         except KeyError as error:
             raise ProtocolError(f"damaged header: no kind or direction {error}") from None
-        flags, session, edge, microbatch, sequence, link, dtype_code = fields[4:11]
+        shape = _SIZES[dims].unpack_from(sizes)
         header = tuple.__new__(cls, (
             known_kind, known_direction, flags, session, edge, microbatch, sequence, link,
-            dtype_code, fields[12], note_bytes, fields[15], fields[16 : 16 + dims], fields[24],
+            dtype_code, fds, note_bytes, payload_bytes, shape, trace,
         ))  # fmt: skip
         if flags & ~_FLAGS:
             raise ProtocolError(f"damaged header: flags {flags:#x}, known are {_FLAGS:#x}")
-        if header.fds and known_kind not in _WITH_FDS:
-            raise ProtocolError(f"{known_kind.name} with {header.fds} descriptors takes none")
-        if header.dtype_code or header.payload_bytes:
-            header._check_sizes()
+        if fds and known_kind not in _WITH_FDS:
+            raise ProtocolError(f"{known_kind.name} with {fds} descriptors takes none")
+        if dtype_code or payload_bytes:
+            dtype = DTYPE_BY_CODE.get(dtype_code)
+            if (
+                dtype is None
+                or prod(shape) * dtype.itemsize != payload_bytes
+                or payload_bytes > MAX_INLINE_BYTES
+                or known_kind not in _TENSORS
+                or (shape and min(shape) < 0)
+            ):
+                header._check_sizes()
         return header
 
     def _check_sizes(self) -> None:

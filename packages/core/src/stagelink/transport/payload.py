@@ -6,7 +6,8 @@ torch knows many that have a shape and a dtype, and no memory that holds their v
 
 from __future__ import annotations
 
-from ctypes import string_at
+from collections.abc import Callable
+from ctypes import PYFUNCTYPE, c_ssize_t, c_void_p, py_object, pythonapi
 from reprlib import repr as repr_of
 from typing import Any
 
@@ -19,6 +20,7 @@ from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import in_mode, outside_modes
 
 __all__ = [
+    "bytes_at",
     "bytes_of",
     "content_of",
     "from_bytes",
@@ -247,6 +249,11 @@ def _name(kind: type) -> str:
 
 # -- as bytes
 
+bytes_at: Callable[[int, int], bytes] = PYFUNCTYPE(py_object, c_void_p, c_ssize_t)(
+    ("PyBytes_FromStringAndSize", pythonapi)
+)
+"""Copy of so many bytes of host memory at an address: `ctypes.string_at` without its frame."""
+
 
 def to_bytes(tensor: torch.Tensor, *, in_order: bool) -> torch.Tensor:
     """The tensor's elements in logical order as a flat uint8 tensor, by what `content_of` gave.
@@ -275,7 +282,7 @@ def raw_bytes(tensor: torch.Tensor, *, in_order: bool) -> bytes:
     """A CPU tensor's elements in logical order as bytes; for small ones, in one step."""
     if not in_order:
         tensor = to_bytes(tensor, in_order=False)
-    return string_at(tensor.data_ptr(), tensor.nbytes)
+    return bytes_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def from_raw(payload: bytes, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
