@@ -236,6 +236,22 @@ def test_a_death_explains_what_a_transport_reports_while_reading(
     assert "rank 0 died" in str(error)
 
 
+def test_what_comes_behind_a_transport_s_error_is_read_and_may_explain_it(
+    line: Callable[[int], Line],
+) -> None:
+    pair = line(2)
+
+    def break_down(peer: int, frame: Frame) -> None:
+        raise TransportError(f"connection with {peer} closed {frame.note!r}")
+
+    pair.planes[1].handle(MessageKind.NOTE, break_down)
+    pair.planes[0].post(1, Header(MessageKind.NOTE))
+    pair.say(0, 1, b"behind it")
+    pair.planes[0].fail(AbortedError("it was I"))
+    assert "rank 0 reports: it was I" in str(pair.wait_failed(1))
+    assert pair.heard[1] == [(0, b"behind it")]
+
+
 def test_what_a_transport_says_while_reading_is_told_where_nothing_explains_it(
     line: Callable[[int], Line],
 ) -> None:

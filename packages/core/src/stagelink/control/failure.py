@@ -8,7 +8,7 @@ from __future__ import annotations
 import _thread
 import enum
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
 from stagelink.control.reader import Reader
@@ -122,19 +122,21 @@ class Failure:
         if not self._reported:
             self.check_failure()
 
-    def interrupted(self, error: BaseException) -> None:
+    def interrupted(self, error: BaseException, *, foreign: bool = False) -> None:
         """Fail if what leaves a call is a signal handler's exception, Ctrl-C included.
 
         It may have come in the middle of anything, a frame half dispatched, so the handler is of
         no use any more; the other ranks are told what came. The exception stays the caller's.
+        With ``foreign`` the same holds of all that are not this library's: where there is no
+        memory for a copy, the message has taken its credit, and will not go.
         """
-        if stops_caller(error) and not isinstance(error, GeneratorExit):
+        stopped = stops_caller(error) and not isinstance(error, GeneratorExit)
+        if stopped or (foreign and not isinstance(error, StagelinkError)):
+            how = "was stopped by" if stopped else "failed:"
             text = f": {error}" if str(error) else ""
-            stopped = AbortedError(
-                f"rank {self._rank} was stopped by {type(error).__name__}{text}"
-            )
-            stopped.__cause__ = error
-            self.fail(stopped)
+            failure = AbortedError(f"rank {self._rank} {how} {type(error).__name__}{text}")
+            failure.__cause__ = error
+            self.fail(failure)
 
     # -- failing
 
@@ -163,9 +165,10 @@ class Failure:
             # With the lock held: who sees the failure may close at once, and then nothing more is
             # sent.
             self._tell(told_by)
-        for callback in self._callbacks:
-            callback(error)
-        self._reader.changed()
+        with ExitStack() as told:  # all of them, also where a caller's own raises
+            told.callback(self._reader.changed)
+            for callback in reversed(self._callbacks):
+                told.callback(callback, error)
 
     def fail_as_told(self, cause: Mapping[str, Any], told_by: int | None = None) -> None:
         """Fail with the cause of another rank's failure, see `cause`."""

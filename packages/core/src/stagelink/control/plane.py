@@ -185,7 +185,12 @@ class Plane:
             handler = self._handlers.get(kind)
             if handler is None or (connection.peer in self.gone and kind in _BEFORE_BYE):
                 raise ProtocolError(f"rank {connection.peer} sent {kind.name} out of place")
-            handler(connection.peer, frame)
+            try:
+                handler(connection.peer, frame)
+            except ProtocolError:
+                raise
+            except Exception as error:  # the frames behind this one may explain it
+                self.failure.fail_reading(error)
         finally:
             if frame.fds:  # nobody took them
                 close_all(frame.take_fds())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from stagelink.control.reduce import Reducer, spanning_tree
 from stagelink.deadline import Deadline
-from stagelink.errors import ProtocolError, StagelinkError
+from stagelink.errors import PluginError, ProtocolError, StagelinkError
 from stagelink.exchange.envelope import Terms
 from stagelink.exchange.incoming import Incoming, Received
 from stagelink.exchange.outgoing import Outgoing
@@ -161,7 +161,11 @@ class Engine:
             ended_s,
             header.trace,
         )
-        self.node.hooks.event(event)
+        try:
+            self.node.hooks.event(event)
+        except PluginError as error:  # what it is told of may be half done
+            self.plane.fail(error)
+            raise
 
     def _trace(self, link: Link, header: Header) -> bytes:
         return self.node.hooks.trace(link, self.plan.edges[header.edge].name, header)

@@ -214,7 +214,8 @@ class Incoming:
                 now = 0.0 if self._observe is None else time.monotonic()
                 self._hand_over(route, arrival, now, now)
         except BaseException as error:
-            plane.failure.interrupted(error)  # it may have been taken, and would be lost
+            # It may have been taken, and would be lost.
+            plane.failure.interrupted(error, foreign=True)
             raise
         return arrival
 
@@ -242,7 +243,7 @@ class Incoming:
                     self._wait_settled(route, key, deadline)
             self._hand_over(route, arrival, began, arrived)
         except BaseException as error:
-            self._plane.failure.interrupted(error)
+            self._plane.failure.interrupted(error, foreign=True)
             raise
         return arrival
 

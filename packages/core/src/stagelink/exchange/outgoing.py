@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from stagelink.control.chain import Awaited
 from stagelink.control.connection import Frame
@@ -121,7 +122,8 @@ class Outgoing:
             else:
                 self._start_admitted(route, window, key, job, copy=copy)
         except BaseException as error:
-            plane.failure.interrupted(error)  # it may have credit, and would never start
+            # It may have credit, and would never start.
+            plane.failure.interrupted(error, foreign=True)
             raise
         return True
 
@@ -138,7 +140,7 @@ class Outgoing:
             waited_s = self._wait_credit(route, window, key, deadline)
             self._start_admitted(route, window, key, job, copy=copy, waited_s=waited_s)
         except BaseException as error:
-            self._plane.failure.interrupted(error)
+            self._plane.failure.interrupted(error, foreign=True)
             raise
 
     def park(self, route: OutRoute, key: Key, job: SendJob, *, copy: bool) -> None:
@@ -155,7 +157,7 @@ class Outgoing:
             if admitted:
                 start()
         except BaseException as error:
-            self._plane.failure.interrupted(error)
+            self._plane.failure.interrupted(error, foreign=True)
             raise
 
     def _wait_credit(self, route: OutRoute, window: Window, key: Key, deadline: Deadline) -> float:
@@ -285,8 +287,18 @@ class Outgoing:
 
     # -- back, without credit
 
-    def answer(self, route: OutRoute, key: Key, job: SendJob, *, copy: bool) -> None:
+    def answer(
+        self,
+        route: OutRoute,
+        key: Key,
+        job: SendJob,
+        owed: dict[int, Any],
+        *,
+        copy: bool,
+    ) -> None:
         """Send a gradient, unless its peer has said goodbye and nobody asks for it there.
+
+        It is taken off what is ``owed`` when no plugin can refuse it any more.
 
         Raises:
             StagelinkError: as `send_nowait`.
@@ -298,6 +310,7 @@ class Outgoing:
             plane.reader.last_call_s = time.monotonic()
             if self._trace is not None:
                 job.header = job.header._replace(trace=self._trace(route.link.link, job.header))
+            del owed[key.microbatch]
             if route.answers is not None:
                 route.answers.window.free((key.session, key.microbatch))
             with plane.lock:
@@ -314,7 +327,7 @@ class Outgoing:
                     self._answering[peer] -= 1
                 self._go_on_parting(peer)
         except BaseException as error:
-            plane.failure.interrupted(error)
+            plane.failure.interrupted(error, foreign=True)
             raise
 
     # -- both

@@ -324,8 +324,7 @@ class Traffic:
             (job,) = seal((back,), answer, gradient, self._terms, owed.header)
         except MessageError as error:
             raise out.refused((back,), answer, error) from error
-        del ledger.owed[microbatch]
-        out.answer(back, answer, job, copy=copy)
+        out.answer(back, answer, job, ledger.owed, copy=copy)
         if job.finished:
             return SENT
         return SendHandle([(back, job)], out.wait_sent, self._deadline)

@@ -145,16 +145,21 @@ class Node:
             How many messages could not be delivered, of the links that have some.
         """
         self.plane.start_closing()
-        for action in self.on_close:
-            action()
         with ExitStack() as steps:  # from the last to the first, also where one raises
-            steps.callback(self._tell_closed)
+            for link in reversed(self._told):
+                steps.callback(self.hooks.link_closed, link, self.wiring.counters[link])
             steps.callback(self._leave_store, deadline)
             for name, transport in self.transports.items():
                 steps.callback(give_back, f"transport {name!r}", transport.close, deadline)
             steps.callback(self.plane.close, deadline)
             steps.callback(self.wiring.close, deadline)
-            return self.drain(deadline)
+            try:
+                with ExitStack() as actions:
+                    for action in reversed(self.on_close):
+                        actions.callback(action)
+            finally:
+                lost = self.drain(deadline)
+            return lost
 
     def tell_opened(self) -> None:
         """Tell the observers of every link; who was told is told when it is closed."""
@@ -179,10 +184,6 @@ class Node:
             deadline = Deadline(min(_ABORT_KEY_S, deadline.remaining_s))
             self._watch.finish(deadline)
         self.rendezvous.leave(deadline, hosts_store=self._hosts_store)
-
-    def _tell_closed(self) -> None:
-        for link in self._told:
-            self.hooks.link_closed(link, self.wiring.counters[link])
 
     def drain(self, deadline: Deadline) -> dict[Link, int]:
         """Drain like `Wiring.drain`, but a handler that has failed delivers nothing."""
