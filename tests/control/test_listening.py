@@ -8,13 +8,15 @@ from contextlib import closing
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from stagelink.control.meeting import listen, own_address_by
+from stagelink.control.meeting import own_address_by
 from stagelink.control.store import store_host
 from stagelink.errors import ConnectError
 from stagelink.plan.document import Control
 from stagelink.transport.addresses import Address
+from stagelink.transport.sockets import listen
 
 HERE = Address("127.0.0.1", "a test says so")
+KEY = "[control] ports"
 WIDTH = 20
 
 
@@ -34,16 +36,16 @@ def _port(sock: socket.socket) -> int:
 
 
 def test_any_port_where_no_range_is_given() -> None:
-    with closing(listen(HERE, None, 1)) as one, closing(listen(HERE, None, 1)) as other:
+    with closing(listen(HERE, None, KEY)) as one, closing(listen(HERE, None, KEY)) as other:
         assert _port(one) != _port(other)
 
 
 def test_the_first_port_of_the_range_that_is_free() -> None:
     with _held() as held:
         first = _port(held)
-        with closing(listen(HERE, (first, first + WIDTH), 1)) as one:
+        with closing(listen(HERE, (first, first + WIDTH), KEY)) as one:
             assert first < _port(one) <= first + WIDTH
-            with closing(listen(HERE, (first, first + WIDTH), 1)) as other:
+            with closing(listen(HERE, (first, first + WIDTH), KEY)) as other:
                 assert _port(one) < _port(other) <= first + WIDTH
 
 
@@ -52,12 +54,12 @@ def test_a_range_without_a_free_port() -> None:
         port = _port(held)
         wanted = rf"no port from {port} to {port} \(\[control\] ports\) is free at 127.*: widen"
         with pytest.raises(ConnectError, match=wanted):
-            listen(HERE, (port, port), 1)
+            listen(HERE, (port, port), KEY)
 
 
 def test_an_address_that_is_none_of_this_host() -> None:
     with pytest.raises(ConnectError, match=r"cannot listen at 192\.0\.2\.1 \(why\): "):
-        listen(Address("192.0.2.1", "why"), (20000, 20100), 1)
+        listen(Address("192.0.2.1", "why"), (20000, 20100), KEY)
 
 
 def test_loopback_is_for_ranks_of_this_host_only() -> None:

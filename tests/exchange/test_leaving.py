@@ -6,15 +6,15 @@ import time
 from typing import Any
 
 import stagelink
-from stagelink.control import meeting
 from stagelink.testing import report
+from stagelink.transport import sockets
 from tests.support.hosts import hosts
 from tests.support.pipelines import GLOO, document
 
 
 def _leave(rank: int, world_size: int, store: str, plan: dict[str, Any]) -> tuple[str, float]:
     """How the rank's work ended, and the seconds that it then took to leave."""
-    meeting._USER_TIMEOUT_MS = 1500  # a cut is found after so long
+    sockets._USER_TIMEOUT_MS = 1500  # a cut is found after so long
     ended = 0.0
     try:
         with stagelink.connect(

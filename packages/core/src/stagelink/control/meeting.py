@@ -7,7 +7,6 @@ job's token; a connection without it is logged and dropped, and harms nobody.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
@@ -25,20 +24,26 @@ from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, DisagreementError, ProtocolError
 from stagelink.plan.document import Control
-from stagelink.transport.addresses import Address, address_of, check_reachable, own_address
+from stagelink.transport.addresses import (
+    Address,
+    address_of,
+    check_reachable,
+    family_of,
+    own_address,
+)
 from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
 from stagelink.transport.header import VERSION
 from stagelink.transport.host import process_id, server_id
 from stagelink.transport.interrupts import stops_caller
+from stagelink.transport.sockets import BACKLOG, listen, tune
 
 logger = logging.getLogger("stagelink")
-_BACKLOG = 4096
 _TELL_S = 0.25
 """How long a rank has waited for others when it leaves word of that."""
 
-_USER_TIMEOUT_MS = 10_000
 _OTHER_INTERFACE = "; [control] interface names another interface for it to listen at"
 _KEY = "[control] interface"
+_PORTS = "[control] ports"
 _LOOPBACK = Address("127.0.0.1", "all ranks are on this host")
 _UNIX = sys.platform == "linux"  # abstract addresses and peer credentials
 
@@ -104,8 +109,9 @@ class Meeting:
                 self._dial(socket.AF_UNIX, peer, f"\0{addresses[peer]['address']}", deadline)
         above = [peer for peer in sorted(far) if peer > self._plane.rank]
         for peer, address in self._rendezvous.read("tcp", above, deadline).items():
-            family = socket.AF_INET6 if ":" in address["host"] else socket.AF_INET
-            self._dial(family, peer, (address["host"], address["port"]), deadline)
+            self._dial(
+                family_of(address["host"]), peer, (address["host"], address["port"]), deadline
+            )
         self._wait_greeted(deadline)
         self._plane.door.close()
 
@@ -135,14 +141,14 @@ class Meeting:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         name = f"stagelink-{secrets.token_hex(12)}"
         listener.bind(f"\0{name}")
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
         self._plane.door.open(listener)
         return name
 
     def _listen_tcp(self, *, elsewhere: bool) -> None:
         address = self._address(elsewhere=elsewhere)
         with self._named():
-            listener = listen(address, self._control.ports, _BACKLOG)
+            listener = listen(address, self._control.ports, _PORTS)
         port = listener.getsockname()[1]
         logger.info(
             "rank %d: listens for ranks of other servers at %s, port %d (%s)",
@@ -176,7 +182,7 @@ class Meeting:
                 unless_connected.callback(sock.close)
                 sock.settimeout(max(deadline.remaining_s, 0.001))
                 sock.connect(address)
-                _tune(sock)
+                tune(sock)
             except OSError as error:
                 if stops_caller(error):
                     raise
@@ -197,7 +203,7 @@ class Meeting:
         if not isinstance(peer, int) or peer not in awaited or dialled not in (None, peer):
             raise ProtocolError(f"HELLO from rank {peer!r}, which is not expected here")
         if dialled is None:
-            _tune(connection.sock)
+            tune(connection.sock)
             self._plane.door.greet(connection, self._hello)
         if fields.get("process") == self._process:
             connection.hand_to(frame.header.sequence)
@@ -217,19 +223,6 @@ def _check_credentials(sock: socket.socket) -> None:
     pid, uid, _ = struct.unpack("3i", raw)
     if uid not in (os.getuid(), 0):
         raise ProtocolError(f"HELLO from process {pid} of another user ({uid})")
-
-
-def _tune(sock: socket.socket) -> None:
-    if sock.family == socket.AF_UNIX:
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # A cut cable gives no end of file: unacknowledged data and probes must.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def wait_for_ranks(
@@ -304,25 +297,3 @@ def gloo_address_by(control: Control, host: str | None, *, elsewhere: bool) -> s
     if elsewhere:
         check_reachable(named, VARIABLE)
     return named.text
-
-
-def listen(address: Address, ports: tuple[int, int] | None, backlog: int) -> socket.socket:
-    """Listen at an address of this host, on the first port of a range that is free, or on any.
-
-    Raises:
-        ConnectError: no port of the range is free, or the address cannot be listened at.
-    """
-    family = socket.AF_INET6 if ":" in address.text else socket.AF_INET
-    first, last = ports or (0, 0)
-    for port in range(first, last + 1):
-        try:
-            return socket.create_server((address.text, port), family=family, backlog=backlog)
-        except OSError as error:
-            if ports is None or error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise ConnectError(
-                    f"cannot listen at {address.text} ({address.reason}): {error}"
-                ) from error
-    raise ConnectError(
-        f"no port from {first} to {last} ([control] ports) is free at {address.text}; every rank "
-        "with peers on other servers takes one: widen the range, or end what holds them"
-    )

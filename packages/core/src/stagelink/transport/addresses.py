@@ -17,6 +17,7 @@ __all__ = [
     "Address",
     "address_of",
     "check_reachable",
+    "family_of",
     "is_loopback",
     "own_address",
     "route_to",
@@ -44,6 +45,11 @@ class Address(NamedTuple):
 
     text: str
     reason: str
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Family of an address, IPv4 or IPv6."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_loopback(address: str) -> bool:
@@ -135,8 +141,7 @@ def route_to(address: str, source: str | None = None) -> str:
     Raises:
         OSError: there is no route there, or none from ``source``.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         if source is not None:
             probe.bind((source, 0))
         probe.connect((address, _DISCARD))
@@ -224,8 +229,7 @@ def _resolved(host: str) -> list[str]:
 
 
 def _is_local(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+    with socket.socket(family_of(address), socket.SOCK_STREAM) as probe, suppress(OSError):
         probe.bind((address, 0))
         return True
     return False

@@ -73,8 +73,17 @@ class Board:
         Raises:
             TimeoutError: it did not come by the deadline.
         """
+        self.look_until(lambda: self.store.check([self._prefix + key]), missing)
+        return self.store.get(self._prefix + key).decode()
+
+    def look_until(self, found: Callable[[], bool], missing: str) -> None:
+        """Poll until something is found, as `take` does; ``found`` must not block.
+
+        Raises:
+            TimeoutError: it was not, by the deadline.
+        """
         if not look_until(
-            lambda: self.store.check([self._prefix + key]),
+            found,
             self._deadline,
             sleep=lambda seconds: self._port.wait(_never, Deadline(seconds)),
             most_s=_LINK_PAUSE_S,
@@ -82,7 +91,6 @@ class Board:
             raise TimeoutError(
                 f"rank {self._port.rank}: {missing} within {self._deadline.seconds:g} s"
             )
-        return self.store.get(self._prefix + key).decode()
 
 
 def _never() -> bool:
