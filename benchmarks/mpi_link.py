@@ -16,17 +16,20 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from measuring import record
+from torch.distributed import FileStore
+from tqdm import tqdm
 
-from stagelink.bench import SIZES_BYTES, Job, Record
+from stagelink.bench import SIZES_BYTES, Measurement, Record
 from stagelink.bench.pipes import buffers_of
-from stagelink.bench.ranks import pin, pipes_of, records_of, rounds
 from stagelink.bench.raw import COPIERS, PostedPipe
-from stagelink.bench.records import ONE_WAY_READ, Subject
+from stagelink.bench.records import ONE_WAY_READ, Contender
+from stagelink.bench.rounds import pin, pipes_of, records_of, rounds
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
 MEASURED = ("one_way", ONE_WAY_READ, "stream", "duplex")
@@ -36,7 +39,7 @@ LAYERS = ("link", "handler", "handler-copy")
 class MpiPipe(PostedPipe):
     """The world of two."""
 
-    subject = Subject("openmpi", "raw")
+    contender = Contender("openmpi", "raw")
 
     def __init__(self, world: Any) -> None:
         self.rank = world.Get_rank()
@@ -72,7 +75,7 @@ def memmove(target: torch.Tensor, source: torch.Tensor) -> None:
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
-def rank(job: Job, store: str) -> None:
+def rank(measurement: Measurement, path: str) -> None:
     """Run one of the two ranks; rank 0 keeps the figures."""
     from mpi4py import MPI  # noqa: PLC0415 - to import it starts MPI
 
@@ -80,10 +83,11 @@ def rank(job: Job, store: str) -> None:
     world = MPI.COMM_WORLD
     here = world.Get_rank()
     pin(here)
-    copiers = {**COPIERS, Subject("memmove", "raw"): memmove}
-    with pipes_of("shm", here, store, world.Barrier) as ours:
-        pipes = [MpiPipe(world), *ours]
-        both = world.gather(list(rounds(job, pipes, here, world.Barrier, copiers)))
+    copiers = {**COPIERS, Contender("memmove", "raw"): memmove}
+    with pipes_of("shm", here, FileStore(path, 2), world.Barrier) as ours:
+        parts = rounds(measurement, [MpiPipe(world), *ours], here, world.Barrier, copiers)
+        bar = tqdm(parts, total=len(measurement.parts), disable=here != 0, unit="kind")
+        both = world.gather(list(chain.from_iterable(bar)))
     if both is not None:
         record("mpi_link", list(rows(records_of(*both))))
 
@@ -108,12 +112,11 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.store is None:
         with TemporaryDirectory() as folder:
-            command = [sys.executable, *sys.argv, f"--store=file://{folder}/store"]
+            command = [sys.executable, *sys.argv, f"--store={folder}/store"]
             subprocess.run([*MPIRUN, *command], check=True)
         return
     sizes = chosen.size or SIZES_BYTES
-    job = Job((), sizes, chosen.rounds, progress=True, kinds=MEASURED, copied=MEASURED)
-    rank(job, chosen.store)
+    rank(Measurement((), sizes, chosen.rounds, MEASURED, MEASURED), chosen.store)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from measuring import median, record, timed
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import stagelink.interop.c10d
-from stagelink.bench.ranks import pin
+from stagelink.bench.rounds import pin
 from stagelink.testing import RankPool
 
 if TYPE_CHECKING:

@@ -13,16 +13,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from measuring import record
-from torch.distributed import rpc
+from torch.distributed import Store, rpc
 
 from stagelink.bench import SIZES_BYTES
 from stagelink.bench.pipes import IN_FLIGHT, buffers_of
-from stagelink.bench.ranks import pin
-from stagelink.bench.records import Record, Subject
+from stagelink.bench.records import Contender, Record
+from stagelink.bench.rounds import pin
+from stagelink.testing import RankPool
 
-SUBJECT = Subject("torch-rpc", "raw")
+SUBJECT = Contender("torch-rpc", "raw")
 ROUNDS = 9
 
 
@@ -62,15 +62,15 @@ def stream(size_bytes: int, count: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def rank(number: int, folder: str) -> None:
-    """Run one of the two ranks; rank 0 measures."""
-    torch.set_num_threads(1)
-    pin(number)
+def measure(rank: int, world_size: int, store: Store, folder: str) -> list[Record]:
+    """All records, on rank 0; RPC has a store of its own."""
+    del store
+    pin(rank)
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc")
-    rpc.init_rpc(str(number), rank=number, world_size=2, rpc_backend_options=options)
-    if number == 0:
-        rows = []
+    rpc.init_rpc(str(rank), rank=rank, world_size=world_size, rpc_backend_options=options)
+    rows = []
+    if rank == 0:
         for size in SIZES_BYTES:
             count = max(8, min(200, (64 << 20) // size))
             one_way(size, 8)
@@ -78,14 +78,15 @@ def rank(number: int, folder: str) -> None:
             rows.append(Record.of(SUBJECT, "one_way", size, singles))
             streamed = [stream(size, count) for _ in range(ROUNDS)]
             rows.append(Record.of(SUBJECT, "stream", size, streamed))
-        record("rpc_link", [asdict(one) for one in rows])
     rpc.shutdown()
+    return rows
 
 
 def main() -> None:
-    """Start both."""
-    with TemporaryDirectory() as folder:
-        mp.spawn(rank, (folder,), nprocs=2)
+    """Measure on two fresh processes."""
+    with TemporaryDirectory() as folder, RankPool() as pool:
+        rows = pool.run(measure, 2, folder, timeout_s=900.0)[0]
+    record("rpc_link", [asdict(one) for one in rows])
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import stagelink
 from stagelink.bench.pipes import IN_FLIGHT
-from stagelink.bench.ranks import pin
 from stagelink.bench.raw import copy_once
+from stagelink.bench.rounds import pin
 from stagelink.testing import RankPool
 
 if TYPE_CHECKING:

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from stagelink.bench import plot, ranks
-from stagelink.bench.records import KINDS, Record, Subject
+from stagelink.bench import plot
+from stagelink.bench.records import KINDS, Contender, Record
 from stagelink.cli import bench
+from stagelink.ranks.outcome import Outcome, RankFailedError
 
 if TYPE_CHECKING:
-    from stagelink.bench import Job
+    from stagelink.bench import Measurement
     from tests.cli.conftest import Invoke
 
 SIZES = (64, 40_000)
 
 
 class Measure:
-    """Stands for what takes minutes: keeps the jobs, and raises what it is told to."""
+    """Stands for what takes minutes: keeps what it is given, and raises what it is told to."""
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.given: list[Measurement] = []
         self.error: Exception | None = None
 
-    def __call__(self, job: Job) -> list[Record]:
-        self.jobs.append(job)
+    def __call__(self, measurement: Measurement) -> list[Record]:
+        self.given.append(measurement)
         if self.error is not None:
             raise self.error
-        return [Record.of(Subject("shm", "link"), kind, 64, [1e-6]) for kind in KINDS]
+        return [Record.of(Contender("shm", "link"), kind, 64, [1e-6]) for kind in KINDS]
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def test_what_cannot_is_told_of_if_nobody_asks_for_it(invoke: Invoke, measure: M
     result = invoke("bench")
     assert result.exit_code == 0
     assert "not measured: 'loopback': needs both ranks in one process\n" in result.stderr
-    assert {"gloo", "shm"} <= set(measure.jobs[0].transports)
+    assert {"gloo", "shm"} <= set(measure.given[0].transports)
 
 
 @pytest.mark.parametrize("name", ["shmm", "mpi", "auto", ""])
@@ -110,8 +112,8 @@ def test_one_that_does_not_exist(invoke: Invoke, name: str) -> None:
 def test_a_thing_named_twice_is_measured_once(invoke: Invoke, measure: Measure) -> None:
     twice = ["--transport=shm", "--transport=gloo", "--transport=shm", "--size=64", "--size=8"]
     assert invoke("bench", *twice, "--size=64").exit_code == 0
-    [job] = measure.jobs
-    assert (job.transports, job.sizes_bytes) == (["shm", "gloo"], [64, 8])
+    [given] = measure.given
+    assert (given.transports, given.sizes_bytes) == (["shm", "gloo"], [64, 8])
 
 
 def test_what_does_not_fit_into_memory_is_refused(
@@ -149,7 +151,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     result = invoke("bench", *arguments)
     assert result.exit_code == 2
     assert text in result.stderr
-    assert measure.jobs == []
+    assert measure.given == []
 
 
 def test_a_directory_that_is_not_writable(
@@ -186,37 +188,89 @@ def test_a_signal_is_told_by_its_name(invoke: Invoke, measure: Measure) -> None:
     assert result.stderr == "Error: stopped by SIGTERM; no rank is left\n"
 
 
-def test_ctrl_c_ends_it_in_one_line() -> None:
-    command = [sys.executable, "-m", "stagelink", "bench", "--transport=shm"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as launched:
-        assert launched.stderr is not None
-        shown = ""
-        while "kind/s" not in shown:
-            shown += launched.stderr.read(1)
-        os.killpg(launched.pid, signal.SIGINT)  # as a terminal does
+def _bench(*given: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "stagelink", "bench", "--transport=shm", *given]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def _children(pid: int) -> dict[int, str]:
+    """Process ids and command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError, FileNotFoundError):
+            if f"\nPPid:\t{pid}\n" in (folder / "status").read_text():
+                found[int(folder.name)] = (folder / "cmdline").read_text()
+    return found
+
+
+def _servers(pid: int) -> list[int]:
+    return [child for child, line in _children(pid).items() if "forkserver" in line]
+
+
+def _ranks_at_work(launched: subprocess.Popen[str]) -> list[int]:
+    assert launched.stderr is not None
+    shown = ""
+    while "kind/s" not in shown:
+        shown += launched.stderr.read(1)
+    (server,) = _servers(launched.pid)
+    return sorted(_children(server))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_one_line(number: signal.Signals) -> None:
+    with _bench() as launched:
+        ranks = _ranks_at_work(launched)
+        assert len(ranks) == 2
+        if number == signal.SIGINT:
+            os.killpg(launched.pid, number)  # as a terminal does
+        else:
+            launched.send_signal(number)
         output, errors = launched.communicate()
     assert (launched.returncode, output) == (1, "")
-    assert errors.endswith("\nError: stopped by SIGINT; no rank is left\n")
+    assert errors.endswith(f"\nError: stopped by {number.name}; no rank is left\n")
     assert "Traceback" not in errors
     assert "torch" not in errors
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
 
 
-def _press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-    for _ in range(2000):  # as the launcher does: Python looks for signals in between
-        time.sleep(0.01)
+def test_a_rank_that_crashes_is_named_below_its_stacks_and_the_bar() -> None:
+    with _bench() as launched:
+        os.kill(_ranks_at_work(launched)[1], signal.SIGSEGV)
+        output, errors = launched.communicate()
+    assert (launched.returncode, output) == (1, "")
+    assert "\nFatal Python error: Segmentation fault\n" in errors
+    assert re.search(r"\nError: rank [01] was killed by SIGSEGV\n$", errors)
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        ([Outcome(0, error="", raised="PeerLostError: rank 1"), Outcome(1, exit_code=3)], "ended"),
+        ([Outcome(0, error="", raised="RuntimeError: gone"), Outcome(1, exit_code=3)], "ended"),
+        ([Outcome(0, hung_s=5.0), Outcome(1, exit_code=3)], "ended with exit code 3"),
+        ([Outcome(0), Outcome(1, error="trace", raised="ValueError: x")], "failed: ValueError: x"),
+    ],
+)
+def test_the_rank_that_the_other_failed_because_of_is_told(
+    invoke: Invoke, measure: Measure, ends: list[Outcome], text: str
+) -> None:
+    measure.error = RankFailedError("x", ends)
+    result = invoke("bench", "--transport=shm")
+    assert result.exit_code == 1
+    assert f"Error: rank 1 {text}" in result.stderr
 
 
 def test_a_rank_that_is_still_being_started_does_not_see_ctrl_c() -> None:
-    asks = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
-    command = [sys.executable, "-c", asks]
-    with ranks._ctrl_c_put_off():
-        assert subprocess.check_output(command, text=True) == "True\n"
-        with pytest.raises(KeyboardInterrupt):
-            _press_ctrl_c()
-    assert subprocess.check_output(command, text=True) == "False\n"
+    with _bench() as launched:
+        while not _servers(launched.pid):
+            os.sched_yield()
+        os.killpg(launched.pid, signal.SIGINT)
+        output, errors = launched.communicate()
+    assert (launched.returncode, output) == (1, "")
+    assert errors == "Error: stopped by SIGINT; no rank is left\n"
 
 
 @pytest.mark.parametrize("arguments", [["--size", "6"], ["--size", "0"], ["--rounds", "0"]])
@@ -234,8 +288,8 @@ def test_to_draw_needs_what_draws(invoke: Invoke, monkeypatch: pytest.MonkeyPatc
 
 def test_a_record_of_times() -> None:
     seconds = [n / 1e6 for n in range(1, 201)]
-    record = Record.of(Subject("shm", "link"), "duplex", 2**20, seconds)
+    record = Record.of(Contender("shm", "link"), "duplex", 2**20, seconds)
     assert record.median_us == pytest.approx(100.5)
     assert record.p99_us == pytest.approx(199)
     assert record.gib_per_s == pytest.approx(2 / 1024 / 100.5e-6)
-    assert Record.of(Subject("shm", "link"), "stream", 8, [2.0]).p99_us == pytest.approx(2e6)
+    assert Record.of(Contender("shm", "link"), "stream", 8, [2.0]).p99_us == pytest.approx(2e6)

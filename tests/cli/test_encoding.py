@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner, Result
 
-from stagelink.bench.records import KINDS, Record, Subject
+from stagelink.bench.records import KINDS, Contender, Record
 from stagelink.cli import bench, main
 from stagelink.cli.output import printable
 
@@ -90,7 +90,7 @@ def test_doctor(encoding: str, site: Site) -> None:
 def test_bench(encoding: str, site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measure(job: object) -> list[Record]:
         del job
-        return [Record.of(Subject("shm → ü", "link"), kind, 64, [1e-6]) for kind in KINDS]
+        return [Record.of(Contender("shm → ü", "link"), kind, 64, [1e-6]) for kind in KINDS]
 
     monkeypatch.setattr(bench, "measure", measure)
     site.transport("fast", "probe = classmethod(lambda cls, options: Verdict(False, 'a→b'))")

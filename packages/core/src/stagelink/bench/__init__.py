@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stagelink.bench.handled import pair_plan
-from stagelink.bench.ranks import SIZES_BYTES, Job, measure
 from stagelink.bench.records import Record
+from stagelink.bench.rounds import SIZES_BYTES, Measurement, measure
 
-__all__ = ["SIZES_BYTES", "Job", "Record", "measure", "pair_plan"]
+__all__ = ["SIZES_BYTES", "Measurement", "Record", "measure", "pair_plan"]

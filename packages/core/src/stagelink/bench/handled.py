@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
-from stagelink.bench.records import Subject
+from stagelink.bench.records import Contender
 from stagelink.control.connection import Frame
 from stagelink.deadline import Deadline
 from stagelink.exchange.engine import Engine
@@ -47,7 +47,7 @@ class HandlerPipe(Pipe):
     """Activations forward, gradients back; a stream goes by evaluation, which has none."""
 
     def __init__(self, comm: Handler, transport: str, *, copy: bool) -> None:
-        self.subject = Subject(transport, "handler-copy" if copy else "handler")
+        self.contender = Contender(transport, "handler-copy" if copy else "handler")
         self.rank = comm.rank
         self._comm = comm
         self._copy = copy
@@ -93,7 +93,7 @@ class LinkPipe(Pipe):
     """A link and its twin: what is left of a message when nothing is asked of it."""
 
     def __init__(self, engine: Engine, transport: str) -> None:
-        self.subject = Subject(transport, "link")
+        self.contender = Contender(transport, "link")
         self.rank = engine.rank
         peer = 1 - self.rank
         here = Direction.FORWARD if self.rank == 0 else Direction.BACKWARD

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stagelink.bench.records import ONE_WAY_READ, Subject
+from stagelink.bench.records import ONE_WAY_READ, Contender
 
 IN_FLIGHT = 4
 
@@ -34,11 +34,11 @@ class Pipe(ABC):
     """One end of what is measured.
 
     Attributes:
-        subject: what it is.
+        contender: what it is.
         rank: 0 or 1.
     """
 
-    subject: Subject
+    contender: Contender
     rank: int
 
     @abstractmethod

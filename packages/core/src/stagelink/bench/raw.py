@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
-from stagelink.bench.records import ONE_WAY_READ, Subject
+from stagelink.bench.records import ONE_WAY_READ, Contender
 
 Copier = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies to its first argument what is in its second."""
 
-COPIERS: dict[Subject, Copier] = {Subject("memcpy", "raw"): torch.Tensor.copy_}
+COPIERS: dict[Contender, Copier] = {Contender("memcpy", "raw"): torch.Tensor.copy_}
 """Copiers of one thread, by default."""
 
 
@@ -101,7 +101,7 @@ class PostedPipe(Pipe):
 class RawPipe(PostedPipe):
     """The default process group."""
 
-    subject = Subject("raw-gloo", "raw")
+    contender = Contender("raw-gloo", "raw")
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()

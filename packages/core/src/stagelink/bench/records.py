@@ -1,4 +1,4 @@
-"""Times as figures: a record per subject, kind and size."""
+"""Times as figures: a record per contender, kind and size."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ A view of shared memory has not been read by its receiver's core, where a copy h
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """Subject of a measurement.
+class Contender:
+    """Contender of a measurement.
 
     Attributes:
         transport: its name; ``raw-gloo`` and ``memcpy`` for what it is held against.
@@ -42,8 +42,8 @@ class Record:
     """One figure.
 
     Attributes:
-        transport: see `Subject`.
-        layer: see `Subject`.
+        transport: see `Contender`.
+        layer: see `Contender`.
         kind: one of `KINDS`, or `ONE_WAY_READ`.
         payload_bytes: of each message.
         median_us: microseconds a message.
@@ -61,7 +61,7 @@ class Record:
 
     @classmethod
     def of(
-        cls, subject: Subject, kind: str, payload_bytes: int, seconds: Sequence[float]
+        cls, contender: Contender, kind: str, payload_bytes: int, seconds: Sequence[float]
     ) -> Record:
         """The figure of some times, seconds a message."""
         median = statistics.median(seconds)
@@ -69,8 +69,8 @@ class Record:
         p99 = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
         directions = 2 if kind == "duplex" else 1
         return cls(
-            subject.transport,
-            subject.layer,
+            contender.transport,
+            contender.layer,
             kind,
             payload_bytes,
             median * 1e6,

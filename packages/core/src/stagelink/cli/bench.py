@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from stagelink.bench import SIZES_BYTES, Job, Record, measure, pair_plan
+from stagelink.bench import SIZES_BYTES, Measurement, Record, measure, pair_plan
 from stagelink.cli.assumed import assume
 from stagelink.cli.failures import launching
 from stagelink.cli.output import (
@@ -101,29 +101,29 @@ def bench_command(
         outputs.append((json_file, _write_json))
     if picture is not None:
         outputs.append((picture, _drawing()))
-    job = _job(names, sizes, rounds)
+    measurement = _measurement(names, sizes, rounds)
     with launching():
-        records = measure(job)
+        records = measure(measurement)
     print_parts(_tables(records))
     write_results((path, partial(write, records)) for path, write in outputs)
 
 
-def _job(names: Sequence[str], sizes: Sequence[int], rounds: int) -> Job:
+def _measurement(names: Sequence[str], sizes: Sequence[int], rounds: int) -> Measurement:
     """What to measure, if that can be done here; what was named twice is measured once."""
     for size in sizes:
         if size % 4:
             raise click.BadParameter(f"{size} is no multiple of 4", param_hint="--size")
     with plugins_print_to_stderr():
         chosen = list(_usable(dict.fromkeys(names)))
-    job = Job(chosen, list(dict.fromkeys(sizes or SIZES_BYTES)), rounds, progress=True)
+    found = Measurement(chosen, list(dict.fromkeys(sizes or SIZES_BYTES)), rounds)
     memory = memory_bytes()
-    if memory is not None and job.buffer_bytes > memory:
+    if memory is not None and found.buffer_bytes > memory:
         raise click.BadParameter(
-            f"{max(job.sizes_bytes)} is too much: the buffers would take "
-            f"{decimal(job.buffer_bytes)}, and this machine has {decimal(memory)}",
+            f"{max(found.sizes_bytes)} is too much: the buffers would take "
+            f"{decimal(found.buffer_bytes)}, and this machine has {decimal(memory)}",
             param_hint="--size",
         )
-    return job
+    return found
 
 
 def _usable(names: Iterable[str]) -> Iterator[str]:

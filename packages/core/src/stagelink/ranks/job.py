@@ -155,9 +155,13 @@ def serve(connection: Connection, directory: str) -> None:
 
 
 def _own_output(directory: str) -> None:
+    """Write to files in a directory of the process that started this one."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        file = os.open(Path(directory, name), flags, 0o600)
+        try:
+            file = os.open(Path(directory, name), flags, 0o600)
+        except FileNotFoundError:  # that one was interrupted in the start, and has gone
+            sys.exit()
         os.dup2(file, descriptor)
         os.close(file)
     faulthandler.enable()  # stacks on SIGABRT, SIGSEGV and the like, to the new stderr
