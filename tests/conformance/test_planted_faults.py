@@ -11,7 +11,7 @@ import pytest
 from stagelink.testing import RankFailedError, RankPool
 from stagelink.testing.conformance import TransportConformance, ready, runner
 from stagelink.testing.subject import Subject
-from tests.conformance import planted
+from tests.conformance import planted, planted_waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -55,6 +55,41 @@ FOUND_BY = {
     "NeverHasRoom": Found(
         "test_nothing_is_lost",
         "lost: messages [0, 1, 2, 3",
+        {"size_bytes": 100},
+    ),
+    "HasRoomAndSaysNothing": Found(
+        "test_what_had_no_room_is_sent_when_there_is",
+        "Sender.begin, which returned False then, has not called port.room() since",
+        {"size_bytes": 100},
+    ),
+    "WaitsForItsPeer": Found(
+        "test_receives_out_of_order",
+        "s on thread 'MainThread' in WaitingSender.begin (",
+    ),
+    "IsDoneWithALock": Found(
+        "test_what_had_no_room_is_sent_when_there_is",
+        "core called it in the done() of Locking.__call__ (",
+        {"size_bytes": 4 * 1024 * 1024},
+    ),
+    "HasRoomWithALock": Found(
+        "test_what_had_no_room_is_sent_when_there_is",
+        "core called it in the port.room() of TcpSender._judge (",
+        {"size_bytes": 4 * 1024 * 1024},
+    ),
+    "AsksForEver": Found(
+        "test_falls_silent", "an action of Port.watch returns True, and is called again, for ever"
+    ),
+    "LeavesItReady": Found(
+        "test_falls_silent",
+        "an action of Port.watch leaves its descriptor ready, and is called again, for ever",
+    ),
+    "KicksForEver": Found(
+        "test_falls_silent", "an action of Port.call has itself called again, for ever"
+    ),
+    "IsNeverDone": Found(
+        "test_what_had_no_room_is_sent_when_there_is",
+        "link 0→1: the receive of microbatch 2 (forward, session 0) on edge 'e0', "
+        "100 bytes, began ",
         {"size_bytes": 100},
     ),
     "BlocksReading": Found("test_values", "an action of Port.watch took 2.0 s, it had 0 s"),
@@ -105,7 +140,8 @@ FOUND_BY = {
 @pytest.fixture
 def given(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """What the tests of the kit have for parameters, for one transport and its own ranks."""
-    cls = getattr(planted, request.getfixturevalue("fault"))
+    fault = request.getfixturevalue("fault")
+    cls = getattr(planted, fault, None) or getattr(planted_waits, fault)
     subject = ready(Subject(cls.name, (cls,), patience_s=PATIENCE_S))
     with RankPool() as pool:
         yield {"subject": subject, "run": runner(subject, pool)}

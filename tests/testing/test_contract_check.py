@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from stagelink.deadline import Deadline
 from stagelink.plugins.problems import transport_problems
-from stagelink.testing.contract_check import ContractCheck, checked
+from stagelink.testing.contract_check import ContractCheck, UnfinishedError, checked
 from stagelink.transport.contract import Link, Message, NoOptions, Receiver, Sender
 from stagelink.transport.header import Header, MessageKind
 from stagelink.transport.loopback import Loopback
@@ -40,6 +41,9 @@ class FakePort:
 
     def watch(self, fd: int, action: Callable[[], bool], *, writable: bool = False) -> None:
         self.actions.append(action)
+
+    def room(self) -> None:
+        pass
 
 
 class Told:
@@ -307,3 +311,100 @@ def test_an_abort_that_raises_and_a_close_that_takes_too_long() -> None:
     text = "; ".join(check.broken)
     assert "Sender.abort raised OSError: no" in text
     assert "Sender.close took 0.0 s, it had 0 s" in text
+
+
+class Freeing(FakePort):
+    """A port by whose failure those who wait go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = threading.Event()
+
+    def fail(self, error: BaseException) -> None:
+        self.failed.set()
+
+
+@pytest.mark.parametrize("within", [None, "done"])
+def test_a_call_that_blocks_is_told_while_it_does(
+    capsys: pytest.CaptureFixture[str], within: str | None
+) -> None:
+    check, port = ContractCheck(patience_s=0.02), Freeing()
+    begun: list[Any] = []
+
+    def begin(announce: Any, done: Any) -> bool:
+        announce()
+        begun.append(done)
+        if len(begun) == (1 if within is None else 2):
+            port.failed.wait()
+        return True
+
+    class Given(Loopback):
+        def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
+            return Ends(begin)
+
+    end = checked(Given, check)(NoOptions()).open_sender(LINK, cast("Port", port), Deadline(1))
+
+    def send(payload: Any = None) -> None:
+        end.begin(Message(HEADER, BYTES), lambda note=b"", fds=(): None, cast("Any", send))
+
+    check.start()
+    try:
+        send()
+        if within:
+            begun[0]()
+    finally:
+        with pytest.raises(AssertionError) as caught:
+            check.verify()
+    assert re.search(
+        r"against the contract: Sender\.begin has blocked for 0\.\d s on thread 'MainThread' in .*"
+        r"begin \(.*test_contract_check\.py:\d+\) → Event\.wait \(.*Condition\.wait \(",
+        str(caught.value),
+    )
+    lead = r"core called it in the done\(\) of test_a_call_that_blocks.* \(.*test_contract_check"
+    assert bool(re.search(lead, str(caught.value))) is bool(within)
+    assert capsys.readouterr().err.startswith("against the contract: Sender.begin has blocked")
+
+
+def test_of_calls_within_each_other_the_inner_one_is_told() -> None:
+    check, port = ContractCheck(patience_s=0.02), Freeing()
+    check.start()
+    outer = check.quick("outer", port=cast("Port", port))
+    with outer, check.quick("inner", port=cast("Port", port)):
+        port.failed.wait()
+    with pytest.raises(AssertionError, match="inner has blocked") as caught:
+        check.verify()
+    assert "outer" not in str(caught.value)
+
+
+def test_what_begins_and_is_never_done_is_told_with_its_message() -> None:
+    check = ContractCheck()
+    end, dones, _ = begun(check)
+    cast("Any", end).inner.abort = lambda cause: None
+    dones[0].began_s -= 9
+    end.abort(OSError())
+    with pytest.raises(UnfinishedError) as caught:
+        check.verify()
+    assert re.search(
+        r"link 0→1: the send of microbatch 0 \(forward, session 0\) on edge 'e0', 4 bytes, began "
+        r"9\.0 s before its end was closed or aborted, and it neither called done\(\) nor",
+        str(caught.value),
+    )
+
+
+@pytest.mark.parametrize("asked_again", [False, True])
+def test_a_sender_without_room_must_say_when_it_has_some(asked_again: bool) -> None:
+    check, fake = ContractCheck(patience_s=0.0), FakePort()
+    ports: list[Any] = []
+
+    class Given(Loopback):
+        def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
+            ports.append(port)
+            return Ends(lambda announce, done: False)
+
+    end = checked(Given, check)(NoOptions()).open_sender(LINK, cast("Port", fake), Deadline(1))
+    end.begin(Message(HEADER, BYTES), lambda note=b"", fds=(): None, Told())
+    if asked_again:
+        ports[0].room()
+    end.close(Deadline(1))
+    assert bool(check.unfinished) is not asked_again
+    assert asked_again or "which returned False then, has not" in check.unfinished[0]

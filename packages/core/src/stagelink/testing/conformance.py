@@ -41,7 +41,7 @@ from stagelink.plugins.plugins import Plugins
 from stagelink.plugins.problems import transport_problems
 from stagelink.ranks.processes import RankPool, run_fresh
 from stagelink.ranks.threads import run_threads
-from stagelink.testing import closing, drivers, interruptions
+from stagelink.testing import closing, drivers, held_back, interruptions
 from stagelink.testing.contract_check import PATIENCE_S
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.programs import Pass
@@ -169,6 +169,17 @@ class TransportConformance:
     ) -> None:
         """Both sides send before either receives; small sends that are buffered hide this."""
         run(drivers.sends_both_ways_at_once, size_bytes, synchronous=synchronous)
+
+    @pytest.mark.parametrize("size_bytes", [100, 4 * 1024 * 1024])
+    def test_what_had_no_room_is_sent_when_there_is(
+        self, run: Callable[..., Any], size_bytes: int
+    ) -> None:
+        """Messages arrive whose sender hears nothing of its peer before all of them are sent."""
+        run(held_back.hears_nothing_until_all_is_sent, size_bytes)
+
+    def test_falls_silent(self, run: Callable[..., Any]) -> None:
+        """Actions are not called on and on when no message is on its way."""
+        run(held_back.falls_silent)
 
     def test_many_edges_share_a_link(self, run: Callable[..., Any]) -> None:
         """Forty edges between two ranks cost no more links than one."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
 from stagelink.deadline import Deadline
+from stagelink.links.arrival import Key
+from stagelink.testing.blocked import Call, Calls
 from stagelink.testing.wrapping import (
     Accept,
     E,
@@ -31,24 +32,51 @@ from stagelink.transport.contract import Announce, Done, Message, Port, Receiver
 from stagelink.transport.header import Header
 from stagelink.transport.payload import payload_problem
 
-__all__ = ["PATIENCE_S", "ContractCheck", "checked"]
+__all__ = ["PATIENCE_S", "ContractCheck", "UnfinishedError", "checked"]
 
 PATIENCE_S = 4.0
 """Seconds that a call may take which has to return at once or by a deadline: tests run on machines
 with other things to do."""
 
 
-@dataclass
+_LOOK_S = 0.1
+_BUSY_TURNS = 20
+"""Turns in that time which nobody needs who has nothing to do."""
+
+
+class UnfinishedError(AssertionError):
+    """A transport owes core a call without which a message goes no further."""
+
+
 class ContractCheck:
     """Violations of the contract by a transport on one rank. Thread-safe.
 
-    Attributes:
+    Args:
         patience_s: seconds beyond its limit after which a call counts as blocked.
+
+    Attributes:
+        patience_s: as given.
         broken: a text for each rule that was broken.
+        unfinished: a text for each end that was left with a message which it does not go on with.
+        turns: how often an action was called, which ``turn`` describes.
     """
 
-    patience_s: float = PATIENCE_S
-    broken: list[str] = field(default_factory=list)
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self.patience_s = patience_s
+        self.broken: list[str] = []
+        self.unfinished: list[str] = []
+        self.turns = 0
+        self.turn = ""
+        leads = {
+            _Done.__call__.__code__: "done()",
+            _Done.failed.__code__: "done.failed()",
+            _Port.room.__code__: "port.room()",
+        }
+        self._calls = Calls(patience_s, self.broke, leads)
+
+    def start(self) -> None:
+        """Look at calls also while they block, until `verify`."""
+        self._calls.start()
 
     def broke(self, what: str) -> AssertionError:
         """Note a broken rule; the error is to be raised where a call may raise."""
@@ -56,33 +84,46 @@ class ContractCheck:
         return AssertionError(what)
 
     def verify(self) -> None:
-        """Check that no rule was broken.
+        """Check that no rule was broken, and look at calls no more.
 
         Raises:
-            AssertionError: with all that were.
+            AssertionError: with all that were; `UnfinishedError` if it is only that something
+                was not done.
         """
-        if self.broken:
-            raise AssertionError("against the contract: " + "; ".join(dict.fromkeys(self.broken)))
+        self._calls.stop()
+        found = dict.fromkeys([*self.broken, *self.unfinished])
+        if found:
+            kind = AssertionError if self.broken else UnfinishedError
+            raise kind("against the contract: " + "; ".join(found))
 
-    @contextmanager
-    def quick(self, call: str, limit_s: float = 0.0) -> Iterator[None]:
-        """Note it if the body takes longer than its limit and the patience."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            took_s = time.monotonic() - began
-            if took_s > limit_s + self.patience_s:
-                self.broke(f"{call} took {took_s:.1f} s, it had {limit_s:g} s")
+    def verify_idle(self) -> None:
+        """Check, when all messages are through, that no action is called on and on.
 
-    @contextmanager
-    def silent(self, call: str) -> Iterator[None]:
-        """Note it if the body raises, or blocks."""
-        with self.quick(call):
-            try:
-                yield
-            except Exception as error:
-                self.broke(f"{call} raised {type(error).__name__}: {error}")
+        Raises:
+            AssertionError: one is.
+        """
+        until = Deadline(self.patience_s)
+        while True:
+            before = self.turns
+            time.sleep(_LOOK_S)
+            if (turns := self.turns - before) < _BUSY_TURNS:
+                return
+            if until.passed:
+                raise self.broke(
+                    f"{self.turn}, for ever: {turns} times in {_LOOK_S:g} s, "
+                    f"{self.patience_s:g} s after the last message was through"
+                )
+
+    def quick(
+        self,
+        call: str,
+        limit_s: float = 0.0,
+        port: Port | None = None,
+        *,
+        silent: bool = False,
+    ) -> Call:
+        """Note it if the body takes longer than its limit and the patience; see `Call`."""
+        return Call(self._calls, call, limit_s, port, silent=silent)
 
 
 def checked(transport: type[Transport], check: ContractCheck) -> type[Transport]:
@@ -106,22 +147,40 @@ class _Port(WrappedPort):
     def __init__(self, check: ContractCheck, port: Port) -> None:
         super().__init__(port)
         self._check = check
+        self.rooms = 0
 
     def watch(self, fd: int, action: Callable[[], bool], *, writable: bool = False) -> None:
         # Equal for equal actions, by which core knows those that share a descriptor.
-        self.port.watch(fd, _Action(action, self._check), writable=writable)
+        watched = _Action(action, self._check, self.port)
+        self.port.watch(fd, watched, writable=writable)
+
+    def call(self, action: Callable[[], None]) -> None:
+        def called() -> None:
+            self._check.turns += 1
+            self._check.turn = "an action of Port.call has itself called again"
+            action()
+
+        self.port.call(called)
+
+    def room(self) -> None:
+        self.rooms += 1
+        self.port.room()
 
 
 @dataclass(frozen=True)
 class _Action:
     action: Callable[[], bool]
     check: ContractCheck = field(compare=False)
+    port: Port = field(compare=False)
 
     def __call__(self) -> bool:
-        with self.check.quick("an action of Port.watch"):
+        with self.check.quick("an action of Port.watch", port=self.port):
             again: object = self.action()
         if not isinstance(again, bool):
             raise self.check.broke(f"an action of Port.watch returns {again!r}, no bool")
+        self.check.turns += 1
+        why = "returns True" if again else "leaves its descriptor ready"
+        self.check.turn = f"an action of Port.watch {why}, and is called again"
         return again
 
 
@@ -138,24 +197,43 @@ class _End(WrappedEnd[E]):
         self.aborted = False
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        with self.check.silent(f"{self.name}.on_note"):
+        with self.check.quick(f"{self.name}.on_note", port=self.port, silent=True):
             super().on_note(note, fds)
 
     def abort(self, cause: BaseException) -> None:
-        self.aborted = True
-        with self.check.silent(f"{self.name}.abort"):
+        self.end()
+        with self.check.quick(f"{self.name}.abort", silent=True):
             super().abort(cause)
 
     def close(self, deadline: Deadline) -> None:
+        self.end()
         with self.check.quick(f"{self.name}.close", deadline.remaining_s):
             super().close(deadline)
+
+    def end(self) -> None:
+        """Look at what it has left undone: nothing is taken from it any more."""
+        if not self.aborted:
+            self.aborted = True
+            for done in self.begun[:1]:  # what has begun after that waits for it
+                self.owes(done, "it neither called done() nor done.failed()")
+
+    def owes(self, done: _Done, why: str) -> None:
+        """Note what was not done in half the time after which it counts as not done at all."""
+        age_s, link = time.monotonic() - done.began_s, self.port.link
+        if not done.begins and age_s > self.check.patience_s / 2:
+            which = f"link {link.source}→{link.target}: the {self.what} of {done.message}"
+            left = f"began {age_s:.1f} s before its end was closed or aborted"
+            self.check.unfinished.append(f"{which} {left}, and {why}")
 
 
 class _Done(WrappedDone, ABC):
     """Checks of a message's completion: once, in order, and as ``problem`` has it."""
 
-    def __init__(self, done: Done, end: _End[Any]) -> None:
+    def __init__(self, done: Done, end: _End[Any], header: Header) -> None:
         super().__init__(done)
+        key = Key(header.session, header.edge, header.direction, header.microbatch)
+        self.message = f"{key} on edge 'e{header.edge}', {header.payload_bytes} bytes,"
+        self.began_s = time.monotonic()
         self.begins = True  # its ``begin`` has not returned
         self.told = False
         self._end = end
@@ -191,8 +269,8 @@ class _Done(WrappedDone, ABC):
 class _Sent(_Done):
     announced = False
 
-    def __init__(self, done: Done, end: _End[Any], announce: Announce) -> None:
-        super().__init__(done, end)
+    def __init__(self, done: Done, end: _End[Any], header: Header, announce: Announce) -> None:
+        super().__init__(done, end, header)
         self._announce = announce
 
     def announce(self, note: bytes = b"", fds: Sequence[int] = ()) -> None:
@@ -208,10 +286,10 @@ class _Sent(_Done):
 
 
 class _Received(_Done):
-    def __init__(self, done: Done, end: _End[Any], accept: Accept, size_bytes: int) -> None:
-        super().__init__(done, end)
+    def __init__(self, done: Done, end: _End[Any], header: Header, accept: Accept) -> None:
+        super().__init__(done, end, header)
         self._accept = accept
-        self._size_bytes = size_bytes
+        self._size_bytes = header.payload_bytes
         self._device = end.port.stream.device.type
         self._lent: torch.Tensor | None = None
 
@@ -228,9 +306,15 @@ class _Received(_Done):
 class _Sender(_End[Sender], WrappedSender):
     name, what = "Sender", "send"
 
+    def __init__(self, check: ContractCheck, inner: Sender, port: Port) -> None:
+        super().__init__(check, inner, port)
+        self._refused: _Sent | None = None
+        self._rooms = 0
+
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
-        sent = _Sent(done, self, announce)
-        with self.check.quick("Sender.begin"):
+        sent = _Sent(done, self, message.header, announce)
+        self._refused, self._rooms = None, self.rooms
+        with self.check.quick("Sender.begin", port=self.port):
             taken: object = super().begin(message, sent.announce, sent)
         sent.begins = False
         if not isinstance(taken, bool):
@@ -240,7 +324,21 @@ class _Sender(_End[Sender], WrappedSender):
             raise self.check.broke(f"Sender.begin returns False after it has {did}")
         if not taken:
             self.begun.remove(sent)
+            self._refused = sent
         return taken
+
+    @property
+    def rooms(self) -> int:
+        """How often it has said that it has room."""
+        return cast("_Port", self.port).rooms
+
+    def end(self) -> None:
+        if not self.aborted and self._refused is not None and self._rooms == self.rooms:
+            self.owes(
+                self._refused,
+                "Sender.begin, which returned False then, has not called port.room() since",
+            )
+        super().end()
 
 
 class _Receiver(_End[Receiver], WrappedReceiver):
@@ -249,9 +347,9 @@ class _Receiver(_End[Receiver], WrappedReceiver):
     def begin(
         self, header: Header, note: bytes, fds: Sequence[int], accept: Accept, done: Done
     ) -> None:
-        received = _Received(done, self, accept, header.payload_bytes)
+        received = _Received(done, self, header, accept)
         begin: Callable[..., object] = self.inner.begin
-        with self.check.quick("Receiver.begin"):
+        with self.check.quick("Receiver.begin", port=self.port):
             returned = begin(header, note, fds, received.accept, received)
         received.begins = False
         if returned is not None:

@@ -110,17 +110,30 @@ class Subject:
 
     @contextmanager
     def join(
-        self, rank: int, world_size: int, store: Store, plan_of: Callable[[Subject], Plan] = plan
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        plan_of: Callable[[Subject], Plan] = plan,
+        check: ContractCheck | None = None,
     ) -> Iterator[Handler]:
         """Join the others by ``plan_of``'s plan, with the transport held against the contract.
+
+        Args:
+            rank: this rank.
+            world_size: of the pipeline.
+            store: where the ranks meet.
+            plan_of: makes the plan.
+            check: keeps what is found; None: one of its own.
 
         Raises:
             AssertionError: at the end, if the transport broke a rule of the contract.
         """
-        check = ContractCheck(self.patience_s)
+        check = check or ContractCheck(self.patience_s)
         subject = self.wrapped(synchronous) if self.synchronous else self
         subject = subject.wrapped(lambda transport: checked(transport, check))
         try:
+            check.start()
             with subject.connect(plan_of(subject), rank, world_size, store) as comm:
                 yield comm
         finally:
