@@ -165,10 +165,25 @@ def test_options_of_a_class_that_is_deselected_are_nobody_s_concern(inner: Inner
     file = inner.write(
         "test_other",
         "from stagelink.testing.conformance import TransportConformance\n"
-        "class TestMine(TransportConformance):\n    transport = 'glooo'\n"
+        "class TestMine(TransportConformance):\n"
+        "    transport, options = 'gloo', {'interfase': 'lo'}\n"
         "def test_mine():\n    pass\n",
     )
     assert "1 passed" in inner.run(file, "-k", "test_mine and not TestMine")
+
+
+def test_a_transport_of_a_class_that_is_not_installed_fails_that_class_alone(
+    inner: Inner,
+) -> None:
+    file = inner.write(
+        "test_absent",
+        "from stagelink.testing.conformance import TransportConformance\n"
+        "class TestMine(TransportConformance):\n    transport = 'glooo'\n"
+        "def test_mine():\n    pass\n",
+    )
+    out = inner.run(file, "-k", "declares or test_mine and not killed and not TestMine")
+    assert "1 failed, 1 passed" in out
+    assert "unknown transport 'glooo' (did you mean 'gloo'?)" in out
 
 
 def test_without_pytest_the_kit_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,12 @@ def pytest_collection(session: pytest.Session) -> None:
         _check(f"{TRANSPORTS} {name}", name, options)
 
 
-def _check(where: str, transport: Any, options: dict[str, Any]) -> None:
-    """Refuse a transport that every test would fail for, in one line and before any starts."""
-    from stagelink.errors import StagelinkError  # noqa: PLC0415 - loads torch
+def _check(where: str, transport: Any, options: dict[str, Any], *, known: bool = True) -> None:
+    """Refuse a transport that every test would fail for, in one line and before any starts.
+
+    ``known``: whether one that is not installed, or broken, is refused as well.
+    """
+    from stagelink.errors import PlanError, StagelinkError  # noqa: PLC0415 - loads torch
     from stagelink.plugins.offers import parse_options  # noqa: PLC0415
     from stagelink.plugins.plugins import Plugins  # noqa: PLC0415
 
@@ -78,7 +81,9 @@ def _check(where: str, transport: Any, options: dict[str, Any]) -> None:
         cls = Plugins().load(transport) if isinstance(transport, str) else transport
         parse_options(cls, options)
     except StagelinkError as error:
-        raise pytest.UsageError(f"{where}: {'; '.join(str(error).splitlines())}") from error
+        if known or isinstance(error, PlanError):
+            problems = "; ".join(str(error).splitlines())
+            raise pytest.UsageError(f"{where}: {problems}") from error
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -108,12 +113,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave the tests of `--pyargs stagelink.testing` out unless a transport is named.
 
     Raises:
-        pytest.UsageError: a class names an unknown transport, or gives one an unknown option.
+        pytest.UsageError: a class gives its transport options that this refuses.
     """
     marked = [item for item in items if item.get_closest_marker(MARK)]
     for cls in dict.fromkeys(getattr(item, "cls", None) for item in marked):
         if cls is not None and hasattr(cls, "transport"):
-            _check(cls.__qualname__, cls.transport, dict(cls.options))
+            # One that is absent fails its own tests: those of others are none of its concern.
+            _check(cls.__qualname__, cls.transport, dict(cls.options), known=False)
     if config.getoption(TRANSPORTS):
         return
     left_out = [item for item in items if _of_kit(item)]
