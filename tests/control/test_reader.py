@@ -525,6 +525,28 @@ def test_a_spin_takes_no_longer_than_the_wait(
     assert time.monotonic() - began < 10
 
 
+def test_an_alarm_is_not_missed_that_is_set_as_a_wait_begins(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the wait has looked for how long it may block, and before it has said that it does."""
+
+    def set_meanwhile(reader: Reader) -> float:
+        reader.call_at(time.monotonic() + 10)
+        return 0.0
+
+    monkeypatch.setattr(Reader, "spin_s", property(set_meanwhile), raising=False)
+    assert _wait(reader, 5, monkeypatch).blocked == 0
+
+
+def test_an_alarm_ends_a_spin_that_it_was_set_in(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.spin_s = 30.0
+    _wait_shortly_thrice(reader, monkeypatch)
+    monkeypatch.setattr(os, "sched_yield", lambda: reader.call_at(time.monotonic() + 10))
+    assert _wait(reader, 10**9, monkeypatch).looks == 2
+
+
 def test_a_call_ends_a_spin(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     reader.spin_s = 10.0
     _wait_shortly_thrice(reader, monkeypatch)

@@ -296,19 +296,21 @@ class Reader:
             self._turns_of_calls = (self._turns_of_calls + 1) % _MOST_TURNS_OF_CALLS
             return [] if self._turns_of_calls else self._epoll.poll(0)
         began = time.monotonic()
-        due = self._watches.due
-        if due or self._alarm_s - began < timeout_s:
-            timeout_s = 0.0 if due else max(0.0, self._alarm_s - began)
+        due, alarm_s = self._watches.due, self._alarm_s
+        if due or alarm_s - began < timeout_s:
+            timeout_s = 0.0 if due else max(0.0, alarm_s - began)
         spin_s = min(self.spin_s, timeout_s)
         if self._short_waits >= _SHORT_WAITS:
             while time.monotonic() - began < spin_s:
                 events = self._epoll.poll(0)
-                if events or self._calls or due:
+                if events or self._calls or due or self._alarm_s < alarm_s:
                     return events
                 os.sched_yield()
             timeout_s -= spin_s
         self._phase = _BLOCKED  # what is to be called from now on wakes us
-        events = self._epoll.poll(0 if self._calls or due else timeout_s)
+        events = self._epoll.poll(
+            0 if self._calls or due or self._alarm_s < alarm_s else timeout_s
+        )
         self._phase = _AWAY
         if spin_s:
             short = time.monotonic() - began < spin_s
