@@ -100,9 +100,7 @@ def _check_file(where: StoreAddress) -> None:
 
 
 def _open_tcp(where: StoreAddress, deadline: Deadline, *, hosts: bool) -> StoreClient:
-    if hosts:
-        _resolve(where, deadline)
-    remote = None if hosts else _reach(where, deadline)
+    remote = _reach(where, deadline, hosts=hosts)
     client = StoreClient(str(where))
 
     def make(limit: timedelta) -> Store:
@@ -139,29 +137,51 @@ def _holder(where: StoreAddress) -> str:
     return "missing: 0, which hosts the store: is rank 0 up there?"
 
 
-def _reach(where: StoreAddress, deadline: Deadline) -> Remote:
-    """Wait until something listens there; who it is."""
-    cause = "not tried"
+def _reach(where: StoreAddress, deadline: Deadline, *, hosts: bool) -> Remote | None:
+    """Wait until the host is known, and something listens there; who, if not this rank ``hosts``.
+
+    A name may become known late, as in a cluster that starts.
+    """
+    told = False
     while True:
-        for family, _, _, _, address in _resolve(where, deadline):
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.settimeout(max(min(_TRY_S, deadline.remaining_s), 0.001))
-                try:
-                    probe.connect(address)
-                    remote = remote_of(probe)
-                except OSError as error:
-                    if stops_caller(error):
-                        raise
-                    cause = _refusal(error)
-                else:
-                    if remote is not None:
-                        return remote
+        found = _look_up(where, deadline)
+        if isinstance(found, str):
+            problem, cause, hint = f"cannot resolve host {where.host!r}", found, ""
+            if not told:
+                logger.warning("%s yet: %s (%s)", problem, cause, where.given)
+                told = True
+        elif hosts:
+            return None
+        else:
+            answer = _dial(found, deadline)
+            if not isinstance(answer, str):
+                return answer
+            problem, cause = f"no answer from the store at {where.host}:{where.port}", answer
+            hint = f"; {_holder(where)}"
         if deadline.passed:
             raise ConnectError(
-                f"no answer from the store at {where.host}:{where.port} within "
-                f"{deadline.seconds:g} s: {cause} ({where.given}); {_holder(where)}"
+                f"{problem} within {deadline.seconds:g} s: {cause} ({where.given}){hint}"
             )
         time.sleep(min(_PAUSE_S, deadline.remaining_s))
+
+
+def _dial(addresses: list[Any], deadline: Deadline) -> Remote | str:
+    """Who listens at the first address that answers; a text says why none does."""
+    cause = "not tried"
+    for family, _, _, _, address in addresses:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(max(min(_TRY_S, deadline.remaining_s), 0.001))
+            try:
+                probe.connect(address)
+                remote = remote_of(probe)
+            except OSError as error:
+                if stops_caller(error):
+                    raise
+                cause = _refusal(error)
+            else:
+                if remote is not None:
+                    return remote
+    return cause
 
 
 def _refusal(error: OSError) -> str:
@@ -170,24 +190,6 @@ def _refusal(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "connection refused, nobody listens there"
     return error.strerror or str(error)
-
-
-def _resolve(where: StoreAddress, deadline: Deadline) -> list[Any]:
-    """The addresses of the host; a name may become known late, as in a cluster that starts."""
-    told = False
-    while True:
-        found = _look_up(where, deadline)
-        if isinstance(found, list):
-            return found
-        if deadline.passed:
-            raise ConnectError(
-                f"cannot resolve host {where.host!r} within {deadline.seconds:g} s: {found} "
-                f"({where.given})"
-            )
-        if not told:
-            logger.warning("cannot resolve host %r yet: %s (%s)", where.host, found, where.given)
-            told = True
-        time.sleep(min(_PAUSE_S, deadline.remaining_s))
 
 
 def _look_up(where: StoreAddress, deadline: Deadline) -> list[Any] | str:
