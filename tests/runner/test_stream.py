@@ -12,7 +12,7 @@ import torch
 
 import stagelink
 from stagelink import PipelineRunner
-from stagelink.runner.stream import Output, Stream
+from stagelink.runner.stream import Output, Outputs
 from tests.runner.models import SKIP, WIDTH, build, line, make_batches, run_stages, tensors_of
 from tests.support.pipelines import GLOO, LOOPBACK, Ranks, tensor
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from stagelink import Handler
     from stagelink.testing import RankPool
 
-Outputs = dict[int, torch.Tensor]
+Values = dict[int, torch.Tensor]
 
 
 def tensors(stages: int, *, target: bool) -> list[Any]:
     return [t for t in tensors_of(line(stages)) if target or t["name"] != "target"]
 
 
-def alone(stages: int, sizes: list[int], parts: int) -> Outputs:
+def alone(stages: int, sizes: list[int], parts: int) -> Values:
     modules = [build(line(stages), stage) for stage in range(stages)]
-    found: Outputs = {}
+    found: Values = {}
     for batch in make_batches(sizes):
         for x in batch["x"].tensor_split(min(parts, len(batch["x"]))):
             found[len(found)] = run_stages(modules, {"x": x}).detach()
@@ -183,7 +183,7 @@ def test_the_collector_only_asks_for_the_close() -> None:
         finally:
             closed.append(1)
 
-    ring: list[Any] = [Stream(steps(), asked.append)]
+    ring: list[Any] = [Outputs(steps(), asked.append)]
     next(ring[0])
     ring.append(ring)
     del ring

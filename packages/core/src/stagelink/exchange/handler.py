@@ -26,7 +26,7 @@ from stagelink.control.meeting import gloo_address_by
 from stagelink.deadline import Deadline
 from stagelink.errors import DeadlineError, PeerClosedError, StagelinkError, UsageError
 from stagelink.exchange.engine import Engine
-from stagelink.exchange.handles import Awaited
+from stagelink.exchange.handles import AnyFuture
 from stagelink.exchange.session import Session, session_class
 from stagelink.exchange.unclosed import closed, opened
 from stagelink.plan import Plan, Stage
@@ -280,7 +280,7 @@ class Handler:
         return gloo_address_by(control, host, elsewhere=elsewhere)
 
     @checked(future=_FUTURE, what=NAME)
-    def wait(self, future: Awaited, what: str, deadline_s: float | None = None) -> None:
+    def wait(self, future: AnyFuture, what: str, deadline_s: float | None = None) -> None:
         """Block until a future of the caller's own is done, or the pipeline has failed.
 
         Args:

@@ -14,7 +14,7 @@ from stagelink.links.route import OutRoute
 _Sent = tuple[OutRoute, SendJob]
 
 
-class Awaited(Protocol):
+class AnyFuture(Protocol):
     """Common part of torch's futures and the standard library's."""
 
     def done(self) -> bool:

@@ -30,7 +30,7 @@ from stagelink.runner.names import Names
 from stagelink.runner.scores import Counted, Scores, means
 from stagelink.runner.state import State
 from stagelink.runner.step import OptimizerStep, Trained
-from stagelink.runner.stream import Output, Stream, passing
+from stagelink.runner.stream import Output, Outputs, passing
 from stagelink.runner.summary import Clock, Summary, shares_of_all
 from stagelink.runner.sync import ReplicaSync
 from stagelink.schedule import replica_for
@@ -235,7 +235,7 @@ class PipelineRunner:
 
     # -- inference
 
-    def stream(self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None) -> Stream:
+    def stream(self, batches: Iterable[Mapping[str, torch.Tensor]] | None = None) -> Outputs:
         """Run batches through, forward only, in eval mode and without gradients, without an end.
 
         An iterator, which every rank goes through: on the last stage it gives outputs as they are
@@ -259,7 +259,7 @@ class PipelineRunner:
             StagelinkError: a rank failed; every rank gets its text.
         """
         given = check_batches(self._comm, batches, first=self._names.first)
-        return Stream(self._stream(given), self._comm.soon)
+        return Outputs(self._stream(given), self._comm.soon)
 
     def _stream(self, batches: Iterable[object]) -> Generator[Output, None, None]:
         with _eval_mode(self._module):

@@ -35,7 +35,7 @@ class Output(NamedTuple):
     value: Any
 
 
-class Stream(Iterator[Output]):
+class Outputs(Iterator[Output]):
     """Outputs of one rank, as they are ready. Also a context manager, which closes it.
 
     Args:
