@@ -30,8 +30,6 @@ from torch.distributed import FileStore
 from stagelink.errors import UsageError
 from stagelink.ranks.outcome import Outcome
 
-__all__ = ["Job", "Report", "Task", "report", "serve"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -11,8 +11,6 @@ from typing import Any, Self
 
 from stagelink.errors import StagelinkError
 
-__all__ = ["Outcome", "RankFailedError"]
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

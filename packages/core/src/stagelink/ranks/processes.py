@@ -30,8 +30,6 @@ from stagelink.ranks.job import Job, Report, Task
 from stagelink.ranks.outcome import Outcome, RankFailedError
 from stagelink.ranks.worker import Worker, start_workers
 
-__all__ = ["RankPool", "RankProcesses", "run_fresh"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -164,18 +162,16 @@ class RankProcesses(Generic[T]):
         gone = not worker.process.is_alive()
         try:
             while rank not in self._outcomes and worker.connection.poll():
-                self._handle(pickle.loads(worker.connection.recv_bytes()), rank)
+                message: Report | Outcome = pickle.loads(worker.connection.recv_bytes())
+                if isinstance(message, Report):
+                    self._reports[rank].append(message)
+                else:
+                    self._finish(message)
         except (EOFError, ConnectionResetError):
             worker.dump_and_end()  # it closed its pipe: it has gone, or can say no more
             gone = True
         if gone and rank not in self._outcomes:
             self._finish(Outcome(rank, exit_code=worker.process.exitcode))
-
-    def _handle(self, message: Report | Outcome, rank: int) -> None:
-        if isinstance(message, Report):
-            self._reports[rank].append(message)
-        else:
-            self._finish(message)
 
     def _finish(self, outcome: Outcome) -> None:
         output = self._workers[outcome.rank].output
@@ -202,8 +198,7 @@ def run_fresh(
     Raises:
         UsageError: the function cannot be found by its name.
     """
-    job = Job.of(function, args)
-    return RankProcesses(job, start_workers(world_size), limit_s)
+    return RankProcesses(Job.of(function, args), start_workers(world_size), limit_s)
 
 
 class RankPool:

@@ -13,8 +13,6 @@ from torch.distributed import HashStore, Store
 from stagelink.deadline import Deadline
 from stagelink.ranks.outcome import Outcome, RankFailedError
 
-__all__ = ["RankThread", "run_threads"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -15,8 +15,6 @@ from tempfile import TemporaryDirectory
 from stagelink.errors import ConnectError
 from stagelink.ranks.job import Task, serve
 
-__all__ = ["Worker", "open_descriptors", "start_rank_server", "start_workers"]
-
 START_S = 60.0
 """Seconds for a process to be there; the first one waits until torch is loaded."""
 
@@ -30,10 +28,8 @@ def start_rank_server() -> None:
     """Start the process that rank processes are forked from, unless it is there; returns at once.
 
     The first rank process does the same. Called before, it keeps the server and its pipes out of
-    what `no_leaks` counts; it lives as long as this process.
-
-    It and the processes that it forks block SIGINT until they serve: Ctrl-C comes to every process
-    of a terminal, and each would print where it was, in torch's import say.
+    what `no_leaks` counts; it lives as long as this process. It and what it forks block SIGINT
+    until they serve: Ctrl-C comes to every process of a terminal, and each would say where it was.
     """
     resource_tracker.ensure_running()  # unblocks SIGINT where it has to start one
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
