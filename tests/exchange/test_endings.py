@@ -11,9 +11,11 @@ import stagelink
 from stagelink import UNTIL_END
 from stagelink.deadline import Deadline
 from stagelink.exchange.ledger import Marks
+from stagelink.transport.header import MessageKind
 from tests.support.pipelines import check_same, line
 
 if TYPE_CHECKING:
+    from stagelink.control.connection import Frame
     from tests.support.pipelines import Ranks
 
 
@@ -175,6 +177,34 @@ def test_replicas_of_the_first_stage_must_agree(any_ranks: Ranks) -> None:
     ends = any_ranks.run_to_ends(any_ranks.plan((2, 1)), _two_numbers)
     assert all("session 0 ends after" in end.text for end in ends)
     assert all("their data differ" in end.text for end in ends)
+
+
+def _leave_before_they_hear(comm: stagelink.Handler) -> None:
+    engine = comm._engine
+    handlers, close = engine.plane._handlers, engine.sessions.close
+    heard = handlers[MessageKind.LAST]
+    held: list[tuple[int, Frame]] = []
+
+    def hear() -> None:
+        for peer, frame in held:
+            heard(peer, frame)
+
+    def close_and_hear() -> None:
+        close()
+        handlers[MessageKind.LAST] = heard
+        engine.plane.reader.call(hear)
+
+    handlers[MessageKind.LAST] = lambda peer, frame: held.append((peer, frame))
+    engine.sessions.close = close_and_hear  # type: ignore[method-assign]
+    with comm.evaluate(UNTIL_END if comm.rank < 2 else None) as session:
+        if comm.rank < 2:
+            session.end(comm.rank)
+
+
+def test_replicas_of_the_first_stage_are_compared_after_they_have_left(any_ranks: Ranks) -> None:
+    ends = any_ranks.run_to_ends(any_ranks.plan((2, 2)), _leave_before_they_hear)
+    # At least by the one that ends second.
+    assert any("their data differ" in end.text for end in ends[:2]), ends
 
 
 def _late(comm: stagelink.Handler) -> None:

@@ -387,7 +387,8 @@ def _answered_in_between(comm: stagelink.Handler) -> None:
 
             def answer_then_park(*args: Any, copy: bool) -> None:
                 refused.append(args)
-                comm.reduce([0.0])  # behind the other rank's answer
+                comm.reduce([0.0])  # and not before, the other rank answers
+                comm.reduce([0.0])  # behind its answer
                 park(*args, copy=copy)
 
             out.park = answer_then_park  # type: ignore[method-assign,assignment]
@@ -395,6 +396,7 @@ def _answered_in_between(comm: stagelink.Handler) -> None:
             assert refused
             assert handle.done()
         else:
+            comm.reduce([0.0])
             session.recv("h", 0)
             comm.reduce([0.0])
         comm.reduce([0.0])

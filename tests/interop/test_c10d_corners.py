@@ -72,7 +72,7 @@ def _waits_under_a_mode(rank: int, size: int, store: Store, options: C10dOptions
             work.wait()
             dist.recv(unasked, 0, tag=1)
         finally:
-            torch.set_default_device("cpu")
+            torch.set_default_device(None)
         assert torch.equal(unasked, filled(20_000, 1))
 
 

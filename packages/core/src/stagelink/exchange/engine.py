@@ -25,8 +25,6 @@ from stagelink.transport.streams import device_here
 
 logger = logging.getLogger("stagelink")
 
-_LAST_SESSION = 2**32
-
 
 class Engine:
     """Everything that `Handler` drives.
@@ -139,7 +137,7 @@ class Engine:
     def _abandon_messages(self) -> None:
         """The handler is being closed: nobody will ask for what is here, nor for what comes."""
         with self.plane.lock:
-            self.sessions.leave(_LAST_SESSION)
+            self.sessions.close()
             self.node.wiring.lift()
             unread = self.into.inbox.clear()
         self.into.drop(unread)

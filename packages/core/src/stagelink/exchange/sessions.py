@@ -27,6 +27,8 @@ from stagelink.plan import Plan
 from stagelink.schedule import UNTIL_END, Mode, check_microbatches
 from stagelink.transport.header import Header, MessageKind
 
+_AFTER_ALL = 2**32
+
 STOPPED = " because it was stopped"
 """Why a rank left that wants all to leave."""
 
@@ -123,7 +125,7 @@ class Sessions:
     """
 
     def __init__(self, plane: Plane, plan: Plan) -> None:
-        self.left = -1
+        self.left = self._last = -1
         self._plane = plane
         self._plan = plan
         self._followers = followers_of(plan, plane.rank)
@@ -145,8 +147,15 @@ class Sessions:
 
     def leave(self, number: int) -> None:
         """This rank leaves a session, and all before it; with the plane's lock held."""
-        self.left = max(number, self.left)
+        self.left = self._last = max(number, self.left)
         self._forget()
+
+    def close(self) -> None:
+        """Leave every session that there may be; with the plane's lock held.
+
+        The last record is kept: another replica's count may still come, and be another one.
+        """
+        self.left = _AFTER_ALL
 
     def _forget(self) -> None:
         """Keep nothing of a session before the last one left that every peer has opened.
@@ -155,7 +164,7 @@ class Sessions:
         """
         gone, peers = self._plane.gone, self._plane.peers
         for number, record in [*self.records.items()]:
-            if number >= self.left or len(record.theirs) + len(gone) < len(peers):
+            if number >= self._last or len(record.theirs) + len(gone) < len(peers):
                 return  # nor those after it
             if all(peer in record.theirs or peer in gone for peer in peers):
                 del self.records[number]
