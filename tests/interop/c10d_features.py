@@ -26,7 +26,7 @@ from stagelink.interop.c10d import (
     C10dOptions,
     C10dRefusedError,
 )
-from stagelink.interop.c10d.mesh import Address, Mesh
+from stagelink.interop.c10d.mesh import MatchingKey, Mesh
 from stagelink.interop.c10d.works import Given, RecvWork
 from stagelink.links.out_link import SendJob
 from stagelink.links.wiring import Wiring
@@ -696,7 +696,7 @@ def hears_early(rank: int, size: int, store: Store) -> None:
     finally:
         Wiring.enter = enter  # type: ignore[method-assign]
     sent = filled(LARGE, 0)
-    address = Address(1, 1 - rank, 0, 0)
+    address = MatchingKey(1, 1 - rank, 0, 0)
     if rank == 1:
         like = Header(MessageKind.DATA, payload_bytes=LARGE, shape=(LARGE,))
         header = address.header(mesh.direction_to(0), like)

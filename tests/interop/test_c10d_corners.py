@@ -15,7 +15,7 @@ from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, ProtocolError, StagelinkError
 from stagelink.interop import collectives
 from stagelink.interop.c10d import C10dOptions
-from stagelink.interop.c10d.mesh import Address, Mailbox, Mesh
+from stagelink.interop.c10d.mesh import Mailbox, MatchingKey, Mesh
 from stagelink.links.arrival import Arrival
 from stagelink.testing import no_leaks, run_fresh
 from stagelink.transport.header import Header, MessageKind
@@ -138,10 +138,10 @@ def test_a_destroyed_group_keeps_nothing_and_no_message_takes_anothers_place() -
         def changed(self) -> None: ...
 
     box = Mailbox(Quiet(), lambda peer: None)  # type: ignore[arg-type, return-value]
-    kept, dropped = Address(1, 0, 0, 0), Address(2, 0, 0, 0)
+    kept, dropped = MatchingKey(1, 0, 0, 0), MatchingKey(2, 0, 0, 0)
     for address in (kept, dropped):
         box.put(address, Arrival(Header(MessageKind.DATA), 0))
-    with pytest.raises(ProtocolError, match="two messages of Address"):
+    with pytest.raises(ProtocolError, match="two messages of MatchingKey"):
         box.put(kept, Arrival(Header(MessageKind.DATA), 0))
     box.forget(2)
     box.put(dropped, Arrival(Header(MessageKind.DATA), 0))

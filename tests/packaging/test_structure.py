@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,25 @@ def test_modules_that_how_it_works_names_exist() -> None:
         name for name, path in paths.items() if path.is_dir() or path.with_suffix(".py").is_file()
     }
     assert set(names) == found
+
+
+def test_a_public_name_is_one_class() -> None:
+    """What users and plugins import is called like nothing else in core."""
+    core = ROOT / "packages/core/src/stagelink"
+    trees = {file: ast.parse(file.read_text()) for file in SOURCES if core in file.parents}
+    public = {
+        name
+        for file, tree in trees.items()
+        if file.parent in {core, core / "transport", core / "runner"}
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.literal_eval(node.value)
+    }
+    classes = Counter(
+        node.name
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert public & {"Handler", "Transport"} == {"Handler", "Transport"}
+    assert not {name for name in public if classes[name] > 1}

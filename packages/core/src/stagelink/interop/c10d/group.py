@@ -17,7 +17,7 @@ from torch.distributed import Store
 from stagelink.deadline import Deadline
 from stagelink.errors import MessageError, PlanError, StagelinkError
 from stagelink.interop.c10d.errors import one_tensor, whole
-from stagelink.interop.c10d.mesh import Address, Mesh
+from stagelink.interop.c10d.mesh import MatchingKey, Mesh
 from stagelink.interop.c10d.options import C10dOptions
 from stagelink.interop.c10d.works import Given, RecvWork, SendWork
 from stagelink.interop.collectives import WithCollectives, recorded, untraced
@@ -175,8 +175,8 @@ class StagelinkGroup(WithCollectives):
             )
             # First: where it fails, no number is taken.
             raw = _payload(mesh, place, content, in_order=in_order)
-            address = Address(self._number, place, tag, self._next(self._sent, peer, tag))
-            sent = self._post(mesh, address, raw, like)
+            key = MatchingKey(self._number, place, tag, self._next(self._sent, peer, tag))
+            sent = self._post(mesh, key, raw, like)
         except StagelinkError as error:
             if stops_caller(error):
                 raise
@@ -188,10 +188,10 @@ class StagelinkGroup(WithCollectives):
     ) -> dist.DistBackendError:
         """Have the peer's receive raise as well; returns what to raise here."""
         place = self._places[peer]
-        address = Address(self._number, place, tag, self._next(self._sent, peer, tag))
+        key = MatchingKey(self._number, place, tag, self._next(self._sent, peer, tag))
         for mesh in self._meshes.values():  # one of them is the one that the peer receives on
             try:
-                mesh.refuse(address, f"rank {self._ranks[self._rank]}, {what}: {error}")
+                mesh.refuse(key, f"rank {self._ranks[self._rank]}, {what}: {error}")
             except StagelinkError as worse:
                 if stops_caller(worse):
                     raise
@@ -200,19 +200,19 @@ class StagelinkGroup(WithCollectives):
 
     @staticmethod
     def _post(
-        mesh: Mesh, address: Address, raw: bytes | torch.Tensor, like: Header
+        mesh: Mesh, key: MatchingKey, raw: bytes | torch.Tensor, like: Header
     ) -> tuple[SendJob, OutLink] | None:
-        header = address.header(mesh.direction_to(address.peer), like)
+        header = key.header(mesh.direction_to(key.peer), like)
         if not isinstance(raw, torch.Tensor):
             header = header._replace(flags=Flag.INLINE)
-            mesh.plane.post(address.peer, header, payload=raw)
+            mesh.plane.post(key.peer, header, payload=raw)
             return None
-        if address.peer == mesh.rank:
+        if key.peer == mesh.rank:
             arrival = Arrival(header, mesh.rank)
             arrival.payload = raw
-            mesh.box.put(address, arrival)
+            mesh.box.put(key, arrival)
             return None
-        job, link = SendJob(header, raw), mesh.link_to(address.peer)
+        job, link = SendJob(header, raw), mesh.link_to(key.peer)
         try:
             link.submit(job, copy=False)
         except StagelinkError as error:
@@ -253,10 +253,10 @@ class StagelinkGroup(WithCollectives):
             if stops_caller(error):
                 raise
             raise mesh.error(what, error) from error
-        address = Address(self._number, place, tag, self._next(self._asked, peer, tag))
+        key = MatchingKey(self._number, place, tag, self._next(self._asked, peer, tag))
         given = Given(tensor, *target)
-        work = RecvWork(mesh, what, self._timeout, given, peer, address, link)
-        mesh.box.ask(address, work)
+        work = RecvWork(mesh, what, self._timeout, given, peer, key, link)
+        mesh.box.ask(key, work)
         return work
 
     @untraced

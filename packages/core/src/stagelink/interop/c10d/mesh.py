@@ -44,7 +44,7 @@ _WORD = 2**32
 _MAX_TEXT_BYTES = 64 * 1024
 
 
-class Address(NamedTuple):
+class MatchingKey(NamedTuple):
     """Matching key of a message.
 
     Attributes:
@@ -60,7 +60,7 @@ class Address(NamedTuple):
     number: int
 
     def header(self, direction: Direction, like: Header) -> Header:
-        """The header of a message to this address; kind, dtype, size and flags as given."""
+        """The header of a message with this key; kind, dtype, size and flags as given."""
         return like._replace(
             direction=direction,
             session=self.group // _WORD,
@@ -70,7 +70,7 @@ class Address(NamedTuple):
         )
 
     @classmethod
-    def of(cls, peer: int, header: Header) -> Address:
+    def of(cls, peer: int, header: Header) -> MatchingKey:
         """Key of a message that a peer sends."""
         group = header.session * _WORD + header.edge
         return cls(group, peer, header.microbatch, header.sequence)
@@ -99,8 +99,8 @@ class Mailbox:
         self._plane = plane
         self._link_from = link_from
         self._lock = threading.Lock()
-        self._claims: dict[Address, Claim] = {}
-        self._here: dict[Address, Arrival] = {}
+        self._claims: dict[MatchingKey, Claim] = {}
+        self._here: dict[MatchingKey, Arrival] = {}
         self._claimed: dict[Arrival, Claim] = {}
         self._forgotten: set[int] = set()
         for kind in (MessageKind.DATA, MessageKind.REFUSED):
@@ -108,14 +108,14 @@ class Mailbox:
 
     def _on_message(self, peer: int, frame: Frame) -> None:
         arrival = Arrival(frame.header, peer, self._on_settled)
-        address = Address.of(peer, frame.header)
+        key = MatchingKey.of(peer, frame.header)
         refused = frame.header.kind is MessageKind.REFUSED
         if refused:
             arrival.refusal = frame.note.decode(errors="replace")
         with self._lock:
-            claim = self._claims.pop(address, None)
+            claim = self._claims.pop(key, None)
             if claim is None:
-                self._keep(address, arrival)
+                self._keep(key, arrival)
             else:
                 claim.meet(arrival)
                 self._claimed[arrival] = claim
@@ -125,20 +125,20 @@ class Mailbox:
         else:
             self._link_from(peer).announced(arrival, frame.note, frame.take_fds())
 
-    def _keep(self, address: Address, arrival: Arrival) -> None:
-        if address in self._here:
-            raise ProtocolError(f"two messages of {address}")
-        if address.group not in self._forgotten:
-            self._here[address] = arrival
+    def _keep(self, key: MatchingKey, arrival: Arrival) -> None:
+        if key in self._here:
+            raise ProtocolError(f"two messages of {key}")
+        if key.group not in self._forgotten:
+            self._here[key] = arrival
 
     def forget(self, group: int) -> None:
         """A group was destroyed: drop what came and comes for it, and tell those that asked."""
         with self._lock:
             self._forgotten.add(group)
-            for address in [address for address in self._here if address.group == group]:
-                del self._here[address]
-            asked = [address for address in self._claims if address.group == group]
-            claims = [self._claims.pop(address) for address in asked]
+            for key in [key for key in self._here if key.group == group]:
+                del self._here[key]
+            asked = [key for key in self._claims if key.group == group]
+            claims = [self._claims.pop(key) for key in asked]
         for claim in claims:
             claim.give_up()
         self._plane.changed()
@@ -152,29 +152,29 @@ class Mailbox:
             claim.take(arrival)
             self._plane.changed()
 
-    def awaits(self, address: Address) -> bool:
+    def awaits(self, key: MatchingKey) -> bool:
         """Whether somebody has asked for a message whose header is not here."""
         with self._lock:
-            return address in self._claims
+            return key in self._claims
 
-    def put(self, address: Address, arrival: Arrival) -> None:
+    def put(self, key: MatchingKey, arrival: Arrival) -> None:
         """A message of this rank to itself."""
         with self._lock:
-            claim = self._claims.pop(address, None)
+            claim = self._claims.pop(key, None)
             if claim is None:
                 arrival.settled = True
-                self._keep(address, arrival)
+                self._keep(key, arrival)
         if claim is not None:
             claim.take(arrival)
             self._plane.changed()
 
-    def ask(self, address: Address, claim: Claim) -> None:
+    def ask(self, key: MatchingKey, claim: Claim) -> None:
         """Have ``claim`` take the message, now or when it is whole."""
         with self._lock:
-            arrival = self._here.pop(address, None)
+            arrival = self._here.pop(key, None)
             settled = arrival is not None and arrival.settled
             if arrival is None:
-                self._claims[address] = claim
+                self._claims[key] = claim
             elif not settled:
                 self._claimed[arrival] = claim
         if arrival is not None and settled:
@@ -276,21 +276,21 @@ class Mesh:
         deadline = Deadline(self.plan.limits.connect_deadline_s)
         self.node.wiring.open_pair(peer, self.node.transports, deadline)
 
-    def refuse(self, address: Address, text: str) -> None:
+    def refuse(self, key: MatchingKey, text: str) -> None:
         """Have the receive of this message raise.
 
         Raises:
             StagelinkError: the group has failed, or the peer has closed.
         """
-        header = address.header(self.direction_to(address.peer), Header(MessageKind.REFUSED))
-        if address.peer == self.rank:
+        header = key.header(self.direction_to(key.peer), Header(MessageKind.REFUSED))
+        if key.peer == self.rank:
             arrival = Arrival(header, self.rank)
             arrival.refusal = text
-            self.box.put(address, arrival)
+            self.box.put(key, arrival)
             return
         self.plane.check()
-        self.plane.goodbyes.check_here(address.peer, "a receive there")
-        self.plane.post(address.peer, header, text.encode()[:_MAX_TEXT_BYTES])
+        self.plane.goodbyes.check_here(key.peer, "a receive there")
+        self.plane.post(key.peer, header, text.encode()[:_MAX_TEXT_BYTES])
 
     def error(self, what: str, error: BaseException) -> dist.DistBackendError:
         """An error for torch's caller; of a message that cannot be, also one of ours."""

@@ -15,7 +15,7 @@ from stagelink.control.chain import Awaited
 from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
 from stagelink.interop.c10d.errors import seconds_of
-from stagelink.interop.c10d.mesh import Address, Mesh
+from stagelink.interop.c10d.mesh import MatchingKey, Mesh
 from stagelink.interop.collectives import recorded, untraced
 from stagelink.links.arrival import Arrival
 from stagelink.links.in_link import InLink
@@ -215,13 +215,13 @@ class RecvWork(_MessageWork):
         timeout: timedelta,
         given: Given,
         source: int,
-        address: Address,
+        key: MatchingKey,
         link: InLink | None,
     ) -> None:
         super().__init__(mesh, what, timeout, given.tensor)
         self._given = given
         self._source = source
-        self._address = address
+        self._key = key
         self._link = link
         self._after = None if link is None else link.stream.record_caller()
         self._event: StreamEvent | None = None
@@ -295,10 +295,10 @@ class RecvWork(_MessageWork):
 
     def _check_peer(self) -> None:
         link, plane = self._link, self._mesh.plane
-        peer = self._address.peer
+        peer = self._key.peer
         if link is None or peer not in plane.gone:
             return
-        if link.given_up or self._mesh.box.awaits(self._address):
+        if link.given_up or self._mesh.box.awaits(self._key):
             plane.goodbyes.check_here(peer, "a message")
 
     @untraced
