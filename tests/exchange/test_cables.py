@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.support.hosts import Hosts
     from tests.support.pipelines import Document
 
-GLOO = Wire("gloo")
+GLOO, TCP = Wire("gloo"), Wire("tcp")
 DEADLINE_S, CLOSE_S = 2.0, 2.0
 LIMITS = {"deadline_s": DEADLINE_S, "first_deadline_s": DEADLINE_S, "close_deadline_s": CLOSE_S}
 PATIENT = {**LIMITS, "deadline_s": 60.0, "first_deadline_s": 60.0}
@@ -122,9 +122,10 @@ def _both_ways(comm: stagelink.Handler) -> None:
                 session.send_grad("h", value, mb)
 
 
+@pytest.mark.parametrize("wire", [GLOO, TCP], ids=str)
 @pytest.mark.parametrize("host", [0, 1], ids=["of the store's host", "of the other"])
-def test_a_cable_is_cut(two_hosts: Hosts, host: int) -> None:
-    with _start(two_hosts, _train_for_ever) as ranks:
+def test_a_cable_is_cut(two_hosts: Hosts, host: int, wire: Wire) -> None:
+    with _start(two_hosts, _train_for_ever, document(wire, limits=LIMITS)) as ranks:
         struck_s, endings = _cut(two_hosts, ranks, host)
     for rank, ending in enumerate(endings):
         _check(ending, rf"DeadlineError: rank {rank}: .*from rank {1 - rank} on", struck_s)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tests.support.hosts import Host, Hosts
     from tests.support.pipelines import Document
 
-GLOO = Wire("gloo")
+GLOO, TCP = Wire("gloo"), Wire("tcp")
 SIZES = [7, 5]
 MICROBATCHES = 4
 
@@ -121,6 +121,21 @@ def test_shared_memory_within_hosts_and_gloo_between(two_hosts: Hosts) -> None:
     assert carried == dict.fromkeys(near, "shm") | dict.fromkeys(far, "gloo")
 
 
+def test_tcp_between_hosts(two_hosts: Hosts) -> None:
+    """Over several streams, at the interface and in the range of ports that the plan names."""
+    wire = Wire("tcp", options={"interface": "eth0", "ports": [20200, 20200], "streams": 2})
+    shapes = line(2)
+    plan = document(wire, (1, 1), tensors_of(shapes), microbatches=MICROBATCHES)
+    with two_hosts.start(_train, [0, 1], plan) as ranks:
+        found = ranks.results(50)
+    alone = [build(shapes, stage) for stage in range(2)]
+    train_alone(alone, make_batches(SIZES), MICROBATCHES)
+    for stage, (trained, carried, shut) in enumerate(found):
+        assert largest_difference(trained, weights(alone[stage])) <= 1e-12
+        assert set(carried.values()) == {"tcp"}
+        assert not shut
+
+
 def _groups(rank: int, world_size: int, store: str) -> list[int]:
     """The kinds of group that torch makes of us: how many of gloo's ports are shut in each."""
     served, found = _served(rank, store), []
@@ -192,6 +207,7 @@ class Attempt:
         says: for each rank.
         control: the plan's table on each rank.
         gloo: the plan's table.
+        tcp: the plan's table; not none: the link is by tcp.
         variable: `VARIABLE` on each rank, where it is set.
         logs: what rank 0 must log of its addresses.
     """
@@ -200,6 +216,7 @@ class Attempt:
     says: tuple[str, str] = ("$", "$")
     control: tuple[Document, Document] = ({}, {})
     gloo: Document = field(default_factory=dict)
+    tcp: Document | None = None
     variable: tuple[str, str] = ("", "")
     logs: tuple[str, ...] = ()
 
@@ -225,8 +242,9 @@ def _try(
 
 
 def _outcome(rank: int, world_size: int, store: dist.Store, attempt: Attempt) -> str:
-    plan = document(GLOO, control=attempt.control[rank])
-    plan["transports"] = {"gloo": attempt.gloo}
+    wire, options = (GLOO, attempt.gloo) if attempt.tcp is None else (TCP, attempt.tcp)
+    plan = document(wire, control=attempt.control[rank])
+    plan["transports"] = {wire.transport: options}
     os.environ[VARIABLE] = attempt.variable[rank]
     try:
         with joined(rank, world_size, dist.PrefixStore(attempt.name, store), plan) as comm:
@@ -257,6 +275,7 @@ def _check(two: Hosts, attempts: Sequence[Attempt], store: str | None = None) ->
 
 
 _GLOO = r"\[transports\.gloo\] interface"
+_TCP = "[transports.tcp] interface"
 _CONTROL = r"\[control\] interface"
 _CAN = (
     r"this host can use 'eth0' \(10\.77\.0\.\d\), 'eth1' \(10\.8\d\.0\.1\), "
@@ -345,6 +364,29 @@ ATTEMPTS = [
         "a range of ports",
         control=({"ports": [20000, 20001]},) * 2,
         logs=("servers at 10.77.0.1, port 20000 (",),
+    ),
+    Attempt(
+        "tcp with nothing named",
+        tcp={},
+        logs=("rank 0: tcp with rank 1 at 10.77.0.1 (as the control connection's)",),
+    ),
+    Attempt(
+        "tcp by IPv6",
+        tcp={"interface": "eth2", "streams": 2},
+        logs=(f"rank 0: tcp with rank 1 at fd77::1 ({_TCP} = 'eth2')",),
+    ),
+    Attempt(
+        "tcp at lo",
+        _both(r".*other's host cannot reach rank 0 at 127\.0\.0\.1 .*: then it is the control"),
+        tcp={"interface": "lo"},
+    ),
+    Attempt(
+        "tcp where no way leads",
+        _both(
+            r".*rank 0 at 10\.88\.0\.1 .* cannot reach rank 1 at 10\.89\.0\.1, port \d+: "
+            r"Network is unreachable; \[transports\.tcp\] interface names another"
+        ),
+        tcp={"interface": "eth1"},
     ),
 ]
 

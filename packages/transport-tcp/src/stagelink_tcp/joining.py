@@ -12,6 +12,7 @@ import errno
 import hmac
 import json
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -230,8 +231,11 @@ def dial(board: Board, port: Port, address: Address, streams: int) -> list[socke
         except OSError as error:
             if stops_caller(error) or isinstance(error, ConnectError | TimeoutError):
                 raise
-            raise ConnectError(f"{who} cannot reach {where}: {error}; {_INTERFACE}") from error
+            raise ConnectError(
+                f"{who} cannot reach {where}: {error.strerror or error}; {_INTERFACE}"
+            ) from error
         unless_connected.pop_all()
+    logger.info("rank %d: tcp with rank %d at %s (%s)", port.rank, port.peer, *address)
     return [call.sock for call in calls]
 
 
@@ -272,7 +276,7 @@ class _Call:
         if code in (errno.EINPROGRESS, errno.EALREADY):
             return False
         if code not in (0, errno.EISCONN):
-            raise OSError(code, errno.errorcode[code])
+            raise OSError(code, os.strerror(code))
         tune(self.sock)
         self.sock.send(self._hello)  # a socket that is new takes so much
         self._hello = b""

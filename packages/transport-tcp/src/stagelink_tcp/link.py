@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TcpReceiver", "TcpSender"]
 
+_AT_ONCE_BYTES = 256 * 1024
+"""A payload of up to this size goes before its header, which then finds all of it there."""
+
+_AHEAD_BYTES = 64 * 1024
+"""Of a larger one so much does: while the rest goes, its receiver is already at it."""
+
 
 class TcpSender(Sender):
     """The sending end. A message is done when the system has taken the last of it.
@@ -30,7 +36,7 @@ class TcpSender(Sender):
         self._flows = flows
 
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
-        """Send what goes at once; the header behind it finds the payload there.
+        """Send what goes at once, and announce the message behind the first of it.
 
         Raises:
             OSError: the connection is broken.
@@ -41,10 +47,11 @@ class TcpSender(Sender):
             announce()
             _start(self._flows, data, parts, done)
             return True
-        left = self._flows[0].put(data)
+        first = data if len(data) <= _AT_ONCE_BYTES else data[:_AHEAD_BYTES]
+        gone = len(first) - len(self._flows[0].put(first))
         announce()
-        if left:
-            self._flows[0].start(left, done)
+        if gone < len(data):
+            self._flows[0].start(data[gone:], done)
         else:
             done()
         return True
