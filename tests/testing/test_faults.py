@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from stagelink.deadline import Deadline
-from stagelink.errors import UsageError
+from stagelink.errors import DeadlineError, UsageError
 from stagelink.plugins.problems import transport_problems
+from stagelink.testing import run_threads
 from stagelink.testing.faults import Corrupt, Fail, Gate, Hold, Point, faulty
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import (
@@ -28,6 +29,7 @@ from stagelink.transport.contract import (
     Verdict,
 )
 from stagelink.transport.header import Header, MessageKind
+from stagelink.transport.loopback import Loopback
 from stagelink_gloo import Gloo
 from tests.support.completion import Completion
 
@@ -279,6 +281,33 @@ def carry_three(rank: int, world_size: int, store: Store) -> list[bool]:
 
 def test_a_transport_that_tells_what_is_sent_can_be_wrapped(rank_pool: RankPool) -> None:
     assert rank_pool.run(carry_three, 2)[1] == [True, False, True]
+
+
+def receive_what_is_held(rank: int, world_size: int, store: Store, gate: Gate) -> str:
+    held = faulty(Loopback, Hold(message=0, at=Point.RECEIVE_FINISH, until=gate), name="held")
+    subject = Subject("held", (held,))
+    with (
+        subject.connect(subject.plan(), rank, world_size, store) as comm,
+        comm.evaluate(1) as session,
+    ):
+        if rank == 0:
+            session.send("e0", torch.ones(30_000), 0)
+            comm.reduce([0.0])
+            return ""
+        with pytest.raises(DeadlineError) as caught:
+            session.recv("e0", 0, deadline_s=0.1)
+        gate.open()
+        session.recv("e0", 0)
+        comm.reduce([0.0])
+        return str(caught.value)
+
+
+def test_a_payload_that_does_not_come_is_told_with_its_link() -> None:
+    texts = run_threads(receive_what_is_held, 2, Gate())
+    assert texts[1].startswith(
+        "rank 1: the header came, and the payload over 0→1 by held did not, from rank 0 on edge "
+        "'e0' within 0.1 s; expected microbatch 0 (forward, session 0), got"
+    )
 
 
 def test_a_begin_cannot_be_held() -> None:

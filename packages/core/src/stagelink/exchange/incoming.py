@@ -293,7 +293,8 @@ class Incoming:
         arrival = self.inbox.get(key)
         if arrival is not None and not arrival.settled:
             ready = partial(self._settled, route, key, arrival)
-            self._wait(route, key, ready, deadline, "the payload did not come")
+            what = f"the header came, and the payload over {route.link.link} did not,"
+            self._wait(route, key, ready, deadline, what)
 
     def wait_announced(self, route: InRoute, key: Key, or_else: Callable[[], bool]) -> None:
         """Wait until a message's header is here, or something else is true; for however long.
