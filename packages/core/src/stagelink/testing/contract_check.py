@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -149,10 +148,16 @@ class _Port(WrappedPort):
         self._check = check
         self.rooms = 0
 
-    def watch(self, fd: int, action: Callable[[], bool], *, writable: bool = False) -> None:
-        # Equal for equal actions, by which core knows those that share a descriptor.
-        watched = _Action(action, self._check, self.port)
-        self.port.watch(fd, watched, writable=writable)
+    def act(self, action: Callable[[], bool]) -> bool:
+        check = self._check
+        with check.quick("an action of Port.watch", port=self.port):
+            again: object = action()
+        if not isinstance(again, bool):
+            raise check.broke(f"an action of Port.watch returns {again!r}, no bool")
+        check.turns += 1
+        why = "returns True" if again else "leaves its descriptor ready"
+        check.turn = f"an action of Port.watch {why}, and is called again"
+        return again
 
     def call(self, action: Callable[[], None]) -> None:
         def called() -> None:
@@ -165,23 +170,6 @@ class _Port(WrappedPort):
     def room(self) -> None:
         self.rooms += 1
         self.port.room()
-
-
-@dataclass(frozen=True)
-class _Action:
-    action: Callable[[], bool]
-    check: ContractCheck = field(compare=False)
-    port: Port = field(compare=False)
-
-    def __call__(self) -> bool:
-        with self.check.quick("an action of Port.watch", port=self.port):
-            again: object = self.action()
-        if not isinstance(again, bool):
-            raise self.check.broke(f"an action of Port.watch returns {again!r}, no bool")
-        self.check.turns += 1
-        why = "returns True" if again else "leaves its descriptor ready"
-        self.check.turn = f"an action of Port.watch {why}, and is called again"
-        return again
 
 
 class _End(WrappedEnd[E]):

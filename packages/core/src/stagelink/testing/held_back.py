@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -100,19 +99,10 @@ class _Port(WrappedPort):
         super().__init__(port)
         self._held = held
 
-    def watch(self, fd: int, action: Callable[[], bool], *, writable: bool = False) -> None:
-        self.port.watch(fd, _Action(action, self._held), writable=writable)
-
-
-@dataclass(frozen=True)
-class _Action:
-    action: Callable[[], bool]
-    held: _Held = field(compare=False)
-
-    def __call__(self) -> bool:
-        if not self.held.released and time.monotonic() < self.held.until_s:
+    def act(self, action: Callable[[], bool]) -> bool:
+        if not self._held.released and time.monotonic() < self._held.until_s:
             return True  # again: an event that was there must not be lost
-        return self.action()
+        return action()
 
 
 class _Sender(WrappedSender):

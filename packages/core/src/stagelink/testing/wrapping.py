@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -97,13 +98,30 @@ class WrappedDone:
 
 
 class WrappedPort:
-    """Core's port; passes everything on."""
+    """Core's port; passes everything on. Its ``act`` calls the actions that are watched."""
 
     def __init__(self, port: Port) -> None:
         self.port = port
 
+    def watch(self, fd: int, action: Callable[[], bool], *, writable: bool = False) -> None:
+        self.port.watch(fd, _Action(action, self.act), writable=writable)
+
+    def act(self, action: Callable[[], bool]) -> bool:
+        return action()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.port, name)
+
+
+@dataclass(frozen=True)
+class _Action:
+    """Equal for equal actions, by which core knows those that share a descriptor."""
+
+    action: Callable[[], bool]
+    act: Callable[[Callable[[], bool]], bool] = field(compare=False)
+
+    def __call__(self) -> bool:
+        return self.act(self.action)
 
 
 def wrapped(
