@@ -26,7 +26,9 @@ from stagelink.interop.c10d import (
     C10dOptions,
     C10dRefusedError,
 )
-from stagelink.interop.c10d.mesh import MatchingKey, Mesh
+from stagelink.interop.c10d.mailbox import MatchingKey
+from stagelink.interop.c10d.mesh import Mesh
+from stagelink.interop.c10d.options import EAGER_BYTES
 from stagelink.interop.c10d.works import Given, RecvWork
 from stagelink.links.out_link import SendJob
 from stagelink.links.wiring import Wiring
@@ -692,7 +694,7 @@ def hears_early(rank: int, size: int, store: Store) -> None:
     if rank == 0:
         Wiring.enter = slow  # type: ignore[method-assign, assignment]
     try:
-        mesh = Mesh(C10dOptions().plan([0, 1], "cpu"), [0, 1], rank, store, 20)
+        mesh = Mesh(C10dOptions().plan([0, 1], "cpu"), [0, 1], rank, store, 20, EAGER_BYTES)
     finally:
         Wiring.enter = enter  # type: ignore[method-assign]
     sent = filled(LARGE, 0)

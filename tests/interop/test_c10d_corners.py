@@ -15,7 +15,9 @@ from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, ProtocolError, StagelinkError
 from stagelink.interop import collectives
 from stagelink.interop.c10d import C10dOptions
-from stagelink.interop.c10d.mesh import Mailbox, MatchingKey, Mesh
+from stagelink.interop.c10d.mailbox import Mailbox, MatchingKey
+from stagelink.interop.c10d.mesh import Mesh
+from stagelink.interop.c10d.options import EAGER_BYTES
 from stagelink.links.arrival import Arrival
 from stagelink.testing import no_leaks, run_fresh
 from stagelink.transport.header import Header, MessageKind
@@ -137,7 +139,7 @@ def test_a_destroyed_group_keeps_nothing_and_no_message_takes_anothers_place() -
 
         def changed(self) -> None: ...
 
-    box = Mailbox(Quiet(), lambda peer: None)  # type: ignore[arg-type, return-value]
+    box = Mailbox(Quiet(), lambda peer: None, EAGER_BYTES)  # type: ignore[arg-type, return-value]
     kept, dropped = MatchingKey(1, 0, 0, 0), MatchingKey(2, 0, 0, 0)
     for address in (kept, dropped):
         box.put(address, Arrival(Header(MessageKind.DATA), 0))

@@ -173,6 +173,10 @@ def test_rules_choose_what_carries_a_pair(how: str, rank_pool: RankPool, tmp_pat
         ({"links": [{"colour": "red"}]}, "colour"),
         ({"transports": {"shm": {"link_bytes": 1}}}, "link_bytes"),
         ({"control": {"inline_bytes": -1}}, "inline_bytes"),
+        ({"c10d": 3}, "c10d options: c10d: 3: must be a table"),
+        ({"c10d": {"eager": 3}}, "c10d: unknown key 'eager'"),
+        ({"c10d": {"eager_bytes": -1}}, "c10d.eager_bytes: -1: must be a whole number from 0"),
+        ({"c10d": {"eager_bytes": "1 MiB"}}, "c10d.eager_bytes: '1 MiB': must be a whole"),
         ("/nonexistent/links.toml", "c10d options: /nonexistent/links.toml"),
     ],
     ids=[
@@ -185,6 +189,10 @@ def test_rules_choose_what_carries_a_pair(how: str, rank_pool: RankPool, tmp_pat
         "rule",
         "option",
         "number",
+        "own table",
+        "own key",
+        "own number",
+        "own type",
         "file",
     ],
 )

@@ -33,7 +33,14 @@ MessageHandler = Callable[[int, Frame], None]
 _ABORT_FLUSH_S = 1.0
 _STOP_S = 2.0
 _BEFORE_BYE = frozenset(
-    {MessageKind.OPEN, MessageKind.DATA, MessageKind.REDUCE, MessageKind.LAST, MessageKind.BYE}
+    {
+        MessageKind.OPEN,
+        MessageKind.DATA,
+        MessageKind.RTS,
+        MessageKind.REDUCE,
+        MessageKind.LAST,
+        MessageKind.BYE,
+    }
 )
 """What a rank says of its own accord, and so never behind its goodbye."""
 

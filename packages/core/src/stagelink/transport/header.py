@@ -14,7 +14,8 @@ flags       1     bit set of `Flag`
 session     4     number of the session on this handler, from 0
 edge        4     `stagelink.plan.Edge.index`
 microbatch  8     global id, signed
-sequence    8     number of a reduction, a c10d message or a question, from 0; elsewhere 0
+sequence    8     number of a reduction, a c10d message or a question, from 0, or bytes of
+                  credit that a c10d rank grants; elsewhere 0
 link        2     number of the link among those of this pair of ranks
 dtype       1     `stagelink.plan.dtypes.DType.code`; 0: no tensor
 dims        1     how many of the shape's fields count, 0 to 8
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 MAGIC = b"SLNK"
-VERSION = 3
+VERSION = 4
 MAX_INLINE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 16 * 1024 * 1024
 MAX_PAYLOAD_BYTES = 1 << 47
@@ -91,6 +92,11 @@ class MessageKind(enum.IntEnum):
     READY = 14
     LAST = 15
     WAITS = 16
+    RTS = 17
+    """Ready to send: a c10d message waits at its sender until it is asked for."""
+
+    CTS = 18
+    """Clear to send: it is asked for."""
 
 
 class Direction(enum.IntEnum):

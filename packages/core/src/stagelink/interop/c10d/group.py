@@ -17,17 +17,15 @@ from torch.distributed import Store
 from stagelink.deadline import Deadline
 from stagelink.errors import MessageError, PlanError, StagelinkError
 from stagelink.interop.c10d.errors import one_tensor, whole
-from stagelink.interop.c10d.mesh import MatchingKey, Mesh
+from stagelink.interop.c10d.mailbox import MatchingKey
+from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import C10dOptions
 from stagelink.interop.c10d.works import Given, RecvWork, SendWork
 from stagelink.interop.collectives import WithCollectives, recorded, untraced
-from stagelink.links.arrival import Arrival
-from stagelink.links.out_link import OutLink, SendJob
 from stagelink.transport.addresses import check_reachable, is_loopback
 from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
 from stagelink.transport.header import Flag, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
-from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import content_of, raw_bytes, target_of, to_bytes
 
 NAME = "stagelink"
@@ -139,7 +137,7 @@ class StagelinkGroup(WithCollectives):
 
     @untraced
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> SendWork:
-        """Send a tensor; returns at once, and waits for no window.
+        """Send a tensor; returns at once, also where it has to wait until it is asked for.
 
         Args:
             tensors: one.
@@ -164,24 +162,27 @@ class StagelinkGroup(WithCollectives):
         except MessageError as error:
             raise self._refused(what, peer, tag, error) from error
         mesh = self._mesh_for(content)
+        plane, inline = mesh.plane, _is_inline(mesh, place, content)
         try:
-            mesh.plane.check()
-            mesh.plane.goodbyes.check_here(place, "a receive there")
+            plane.check()
+            plane.goodbyes.check_here(place, "a receive there")
+            # First: where it fails, no number is taken.
+            raw = (raw_bytes if inline else to_bytes)(content, in_order=in_order)
+            key = MatchingKey(self._number, place, tag, self._next(self._sent, peer, tag))
             like = Header(
                 MessageKind.DATA,
+                flags=Flag.INLINE if inline else 0,
                 dtype_code=dtype.code,
                 payload_bytes=content.nbytes,
                 shape=tuple(content.shape),
             )
-            # First: where it fails, no number is taken.
-            raw = _payload(mesh, place, content, in_order=in_order)
-            key = MatchingKey(self._number, place, tag, self._next(self._sent, peer, tag))
-            sent = self._post(mesh, key, raw, like)
-        except StagelinkError as error:
-            if stops_caller(error):
+            job = mesh.send(key, like, raw)
+        except BaseException as error:
+            plane.failure.interrupted(error)
+            if not isinstance(error, StagelinkError) or stops_caller(error):
                 raise
             raise mesh.error(what, error) from error
-        return SendWork(mesh, what, self._timeout, tensor, sent)
+        return SendWork(mesh, what, self._timeout, tensor, key, job)
 
     def _refused(
         self, what: str, peer: int, tag: int, error: MessageError
@@ -197,27 +198,6 @@ class StagelinkGroup(WithCollectives):
                     raise
                 return mesh.error(what, worse)
         return self._meshes["cpu"].error(what, error)
-
-    @staticmethod
-    def _post(
-        mesh: Mesh, key: MatchingKey, raw: bytes | torch.Tensor, like: Header
-    ) -> tuple[SendJob, OutLink] | None:
-        header = key.header(mesh.direction_to(key.peer), like)
-        if not isinstance(raw, torch.Tensor):
-            header = header._replace(flags=Flag.INLINE)
-            mesh.plane.post(key.peer, header, payload=raw)
-            return None
-        if key.peer == mesh.rank:
-            arrival = Arrival(header, mesh.rank)
-            arrival.payload = raw
-            mesh.box.put(key, arrival)
-            return None
-        job, link = SendJob(header, raw), mesh.link_to(key.peer)
-        try:
-            link.submit(job, copy=False)
-        except StagelinkError as error:
-            mesh.plane.failure.raise_blamed(error)
-        return job, link
 
     @untraced
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> RecvWork:
@@ -249,14 +229,15 @@ class StagelinkGroup(WithCollectives):
         try:
             mesh.plane.check()
             link = None if place == mesh.rank else mesh.link_from(place)
-        except StagelinkError as error:
-            if stops_caller(error):
+            key = MatchingKey(self._number, place, tag, self._next(self._asked, peer, tag))
+            given = Given(tensor, *target)
+            work = RecvWork(mesh, what, self._timeout, given, peer, key, link)
+            mesh.box.ask(key, work)
+        except BaseException as error:
+            mesh.plane.failure.interrupted(error)
+            if not isinstance(error, StagelinkError) or stops_caller(error):
                 raise
             raise mesh.error(what, error) from error
-        key = MatchingKey(self._number, place, tag, self._next(self._asked, peer, tag))
-        given = Given(tensor, *target)
-        work = RecvWork(mesh, what, self._timeout, given, peer, key, link)
-        mesh.box.ask(key, work)
         return work
 
     @untraced
@@ -348,27 +329,22 @@ class StagelinkGroup(WithCollectives):
             _world = None
 
 
-def _payload(
-    mesh: Mesh, place: int, tensor: torch.Tensor, *, in_order: bool
-) -> bytes | torch.Tensor:
-    """What is sent: bytes, if it goes beside the header."""
-    if place == mesh.rank:
-        with outside_modes():
-            return to_bytes(tensor, in_order=in_order).clone()
-    if tensor.is_cpu and tensor.nbytes <= mesh.plan.control.inline_bytes:
-        return raw_bytes(tensor, in_order=in_order)
-    return to_bytes(tensor, in_order=in_order)
+def _is_inline(mesh: Mesh, place: int, tensor: torch.Tensor) -> bool:
+    """Whether it goes beside the header."""
+    fits = tensor.nbytes <= mesh.plan.control.inline_bytes
+    return fits and tensor.is_cpu and place != mesh.rank
 
 
 def _connect(given: Any, options: C10dOptions, ranks: Sequence[int]) -> dict[str, Mesh]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     plans = {device: options.plan(ranks, device) for device in devices}
+    eager_bytes = options.eager_bytes
     patience_s = options.connect_deadline_s or given.timeout.total_seconds()
     store = dist.PrefixStore(f"c10d/{given.group_id}", given.store)
     meshes: dict[str, Mesh] = {}
     try:
         for device, plan in plans.items():
-            meshes[device] = Mesh(plan, ranks, given.group_rank, store, patience_s)
+            meshes[device] = Mesh(plan, ranks, given.group_rank, store, patience_s, eager_bytes)
     except BaseException as error:
         for mesh in meshes.values():
             mesh.abandon(error)

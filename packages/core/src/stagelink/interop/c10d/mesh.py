@@ -1,32 +1,26 @@
-"""The ranks of a group, each connected to every other, and a mailbox for what they send.
-
-Links are opened when they are needed. Messages are told apart by group, peer, tag and number. A
-receive that is posted first has the message put into its own tensor; others wait here.
-"""
+"""The ranks of a group, each connected to every other, with links that are opened when needed."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from stagelink.control.connection import Frame
 from stagelink.control.opening import open_store
-from stagelink.control.plane import Plane
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
-from stagelink.errors import ProtocolError
 from stagelink.exchange.unclosed import closed, opened
 from stagelink.interop.c10d.errors import error_like
+from stagelink.interop.c10d.mailbox import Mailbox, MatchingKey
+from stagelink.interop.c10d.outbox import Outbox
 from stagelink.links.arrival import Arrival
 from stagelink.links.in_link import InLink
 from stagelink.links.node import Node
-from stagelink.links.out_link import OutLink
+from stagelink.links.out_link import OutLink, SendJob
 from stagelink.links.topology import routes_of
 from stagelink.plan import Plan
 from stagelink.plugins.choice import asked_for
@@ -40,145 +34,7 @@ _WINDOW = 16
 """Messages in flight for which a link with memory of its own provides; there may be more."""
 
 _EXIT_S = 1.0
-_WORD = 2**32
 _MAX_TEXT_BYTES = 64 * 1024
-
-
-class MatchingKey(NamedTuple):
-    """Matching key of a message.
-
-    Attributes:
-        group: number of the group, the same on all its ranks; below 2 to the 64th.
-        peer: the other rank, by its place in the mesh.
-        tag: the caller's.
-        number: how many there were before between the two with that tag in that group.
-    """
-
-    group: int
-    peer: int
-    tag: int
-    number: int
-
-    def header(self, direction: Direction, like: Header) -> Header:
-        """The header of a message with this key; kind, dtype, size and flags as given."""
-        return like._replace(
-            direction=direction,
-            session=self.group // _WORD,
-            edge=self.group % _WORD,
-            microbatch=self.tag,
-            sequence=self.number,
-        )
-
-    @classmethod
-    def of(cls, peer: int, header: Header) -> MatchingKey:
-        """Key of a message that a peer sends."""
-        group = header.session * _WORD + header.edge
-        return cls(group, peer, header.microbatch, header.sequence)
-
-
-class Claim(Protocol):
-    """A posted receive."""
-
-    def meet(self, arrival: Arrival) -> None:
-        """The header is here: say where the payload is best put; with a lock held."""
-
-    def take(self, arrival: Arrival) -> None:
-        """The message is whole; called once, on whichever thread finished it; never raises."""
-
-    def give_up(self) -> None:
-        """The group was destroyed, and the message will not be looked for."""
-
-
-class Mailbox:
-    """Messages that were received, and receives that are posted.
-
-    The link that a peer's messages come by is opened by asking for it.
-    """
-
-    def __init__(self, plane: Plane, link_from: Callable[[int], InLink]) -> None:
-        self._plane = plane
-        self._link_from = link_from
-        self._lock = threading.Lock()
-        self._claims: dict[MatchingKey, Claim] = {}
-        self._here: dict[MatchingKey, Arrival] = {}
-        self._claimed: dict[Arrival, Claim] = {}
-        self._forgotten: set[int] = set()
-        for kind in (MessageKind.DATA, MessageKind.REFUSED):
-            plane.handle(kind, self._on_message)
-
-    def _on_message(self, peer: int, frame: Frame) -> None:
-        arrival = Arrival(frame.header, peer, self._on_settled)
-        key = MatchingKey.of(peer, frame.header)
-        refused = frame.header.kind is MessageKind.REFUSED
-        if refused:
-            arrival.refusal = frame.note.decode(errors="replace")
-        with self._lock:
-            claim = self._claims.pop(key, None)
-            if claim is None:
-                self._keep(key, arrival)
-            else:
-                claim.meet(arrival)
-                self._claimed[arrival] = claim
-        if refused or frame.header.inline:
-            arrival.payload = frame.payload
-            self._on_settled(arrival)
-        else:
-            self._link_from(peer).announced(arrival, frame.note, frame.take_fds())
-
-    def _keep(self, key: MatchingKey, arrival: Arrival) -> None:
-        if key in self._here:
-            raise ProtocolError(f"two messages of {key}")
-        if key.group not in self._forgotten:
-            self._here[key] = arrival
-
-    def forget(self, group: int) -> None:
-        """A group was destroyed: drop what came and comes for it, and tell those that asked."""
-        with self._lock:
-            self._forgotten.add(group)
-            for key in [key for key in self._here if key.group == group]:
-                del self._here[key]
-            asked = [key for key in self._claims if key.group == group]
-            claims = [self._claims.pop(key) for key in asked]
-        for claim in claims:
-            claim.give_up()
-        self._plane.changed()
-
-    def _on_settled(self, arrival: Arrival) -> None:
-        """A message is whole; on whichever thread finished it."""
-        with self._lock:
-            arrival.settled = True
-            claim = self._claimed.pop(arrival, None)
-        if claim is not None:
-            claim.take(arrival)
-            self._plane.changed()
-
-    def awaits(self, key: MatchingKey) -> bool:
-        """Whether somebody has asked for a message whose header is not here."""
-        with self._lock:
-            return key in self._claims
-
-    def put(self, key: MatchingKey, arrival: Arrival) -> None:
-        """A message of this rank to itself."""
-        with self._lock:
-            claim = self._claims.pop(key, None)
-            if claim is None:
-                arrival.settled = True
-                self._keep(key, arrival)
-        if claim is not None:
-            claim.take(arrival)
-            self._plane.changed()
-
-    def ask(self, key: MatchingKey, claim: Claim) -> None:
-        """Have ``claim`` take the message, now or when it is whole."""
-        with self._lock:
-            arrival = self._here.pop(key, None)
-            settled = arrival is not None and arrival.settled
-            if arrival is None:
-                self._claims[key] = claim
-            elif not settled:
-                self._claimed[arrival] = claim
-        if arrival is not None and settled:
-            claim.take(arrival)
 
 
 class Mesh:
@@ -190,13 +46,20 @@ class Mesh:
         rank: this rank's place.
         store: one that only meshes of these ranks share; one after the other may.
         patience_s: for the others to come.
+        eager_bytes: what each peer may send to this rank before it is asked for, see `Mailbox`.
 
     Raises:
         StagelinkError: as `stagelink.connect`.
     """
 
     def __init__(
-        self, plan: Plan, ranks: Sequence[int], rank: int, store: Store, patience_s: float
+        self,
+        plan: Plan,
+        ranks: Sequence[int],
+        rank: int,
+        store: Store,
+        patience_s: float,
+        eager_bytes: int,
     ) -> None:
         client = open_store(store, rank, plan.world_size, Deadline(patience_s))
         rendezvous = Rendezvous(
@@ -207,7 +70,8 @@ class Mesh:
             plan, rank, self._plugins, rendezvous, hosts_store=False, on_ready=self._need
         )
         self.plan, self.rank, self.plane = plan, rank, self.node.plane
-        self.box = Mailbox(self.plane, self.link_from)
+        self.box = Mailbox(self.plane, self.link_from, eager_bytes)
+        self.outbox = Outbox(self.plane, self.link_to)
         self._ranks = ranks
         self._joined = False
         self._early: set[int] = set()
@@ -229,6 +93,7 @@ class Mesh:
         self.node.wiring.enter([_WINDOW] * len(plan.edges))
         with self.plane.lock:
             self._joined = True
+        self.box.open()
         for peer in self._early:
             self._need(peer)
 
@@ -276,6 +141,29 @@ class Mesh:
         deadline = Deadline(self.plan.limits.connect_deadline_s)
         self.node.wiring.open_pair(peer, self.node.transports, deadline)
 
+    def send(self, key: MatchingKey, like: Header, raw: bytes | torch.Tensor) -> SendJob | None:
+        """Send a message now, or when its receiver has room or asks for it; returns at once.
+
+        Args:
+            key: of the message.
+            like: its header, but for the key.
+            raw: the payload; the sender's memory, until the job is finished.
+
+        Returns:
+            The job, or None where it is finished.
+
+        Raises:
+            StagelinkError: the transport failed.
+        """
+        header = key.header(self.direction_to(key.peer), like)
+        if key.peer == self.rank:
+            arrival = Arrival(header, self.rank)
+            arrival.payload = raw
+            return self.box.put(key, arrival)
+        job = SendJob(header, raw)
+        self.outbox.post(key, job)
+        return None if job.finished else job
+
     def refuse(self, key: MatchingKey, text: str) -> None:
         """Have the receive of this message raise.
 
@@ -290,6 +178,7 @@ class Mesh:
             return
         self.plane.check()
         self.plane.goodbyes.check_here(key.peer, "a receive there")
+        self.outbox.charge(key.peer, header)
         self.plane.post(key.peer, header, text.encode()[:_MAX_TEXT_BYTES])
 
     def error(self, what: str, error: BaseException) -> dist.DistBackendError:
@@ -316,6 +205,11 @@ class Mesh:
         lost = self.node.close(deadline)
         for link, count in lost.items():
             logger.warning("rank %d: closed with %d not delivered on %s", self.rank, count, link)
+        for peer, count in self.outbox.held().items():
+            logger.warning(
+                "rank %d: closed with %d messages that rank %d has not asked for",
+                self.rank, count, peer,
+            )  # fmt: skip
         return lost
 
     def leave(self, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Options of a c10d group's links: the tables of a plan that speak of links, and nothing else.
+"""Options of a c10d group: the tables of a plan that speak of links, and one of its own.
 
 The ranks of the group are its stages, each named after its rank, with an edge between any two.
 """
@@ -17,12 +17,16 @@ from stagelink.errors import PlanError
 from stagelink.plan import Plan
 from stagelink.plan.document import Limits, LinkTable
 from stagelink.plan.files import read_mapping
-from stagelink.text import did_you_mean
+from stagelink.text import did_you_mean, shown, unknown
 
 CONFIG_VARIABLE = "STAGELINK_C10D_CONFIG"
 """Environment variable with the path of the tables' file; without it the choice is ``auto``."""
 
+EAGER_BYTES = 64 * 1024 * 1024
+"""What a peer may send of messages that nobody has asked for, unless an option says otherwise."""
+
 _MEANING = {
+    "c10d": ("eager_bytes",),
     "links": ("transport", "from_rank", "to_rank", "same_server", "device"),
     "transports": (),
     "control": (),
@@ -30,6 +34,7 @@ _MEANING = {
 }
 """Tables that may be given, and their keys that have a meaning here; none named: all."""
 
+_MOST_BYTES = 2**62
 _TABLES: Mapping[str, type[BaseModel]] = {"links": LinkTable, "limits": Limits}
 
 
@@ -39,7 +44,8 @@ class C10dOptions:
 
     Attributes:
         tables: ``links``, ``transports``, ``control`` and ``limits``, as in a plan's file; rules
-            may go by ``from_rank``, ``to_rank``, ``same_server`` and ``device``.
+            may go by ``from_rank``, ``to_rank``, ``same_server`` and ``device``. And ``c10d``,
+            with ``eager_bytes``.
 
     Raises:
         PlanError: these are no tables.
@@ -83,6 +89,28 @@ class C10dOptions:
         found: float | None = self.tables.get("limits", {}).get("connect_deadline_s")
         return found
 
+    @property
+    def eager_bytes(self) -> int:
+        """Bytes that a peer may send before this rank asks, see `stagelink.interop.c10d.mailbox`.
+
+        Raises:
+            PlanError: it is no such number.
+        """
+        table: object = self.tables.get("c10d", {})
+        if not isinstance(table, Mapping):
+            raise PlanError(f"c10d options: c10d: {shown(table)}: must be a table")
+        for key in table:
+            if key not in _MEANING["c10d"]:
+                text = unknown("key", key, _MEANING["c10d"], owner="[c10d]")
+                raise PlanError(f"c10d options: c10d: {text}")
+        given: object = table.get("eager_bytes", EAGER_BYTES)
+        if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= _MOST_BYTES:
+            raise PlanError(
+                f"c10d options: c10d.eager_bytes: {shown(given)}: must be a whole number from 0 "
+                f"to {_MOST_BYTES}"
+            )
+        return given
+
     def plan(self, ranks: Sequence[int], device: str) -> Plan:
         """A plan of which the group's ranks are the stages, with an edge between any two.
 
@@ -106,6 +134,7 @@ class C10dOptions:
         ]
         pipeline = {"name": f"c10d-{device}", "schedule": "1f1b", "microbatches": 1}
         tables = {"pipeline": pipeline, "stages": stages, "tensors": tensors, **self.tables}
+        tables.pop("c10d", None)
         try:
             return Plan.from_dict(tables)
         except PlanError as error:

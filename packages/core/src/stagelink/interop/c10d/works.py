@@ -15,11 +15,12 @@ from stagelink.control.chain import Awaited
 from stagelink.deadline import Deadline
 from stagelink.errors import ClosedError, MessageError, RefusedError, StagelinkError
 from stagelink.interop.c10d.errors import seconds_of
-from stagelink.interop.c10d.mesh import MatchingKey, Mesh
+from stagelink.interop.c10d.mailbox import MatchingKey
+from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.collectives import recorded, untraced
 from stagelink.links.arrival import Arrival
 from stagelink.links.in_link import InLink
-from stagelink.links.out_link import OutLink, SendJob
+from stagelink.links.out_link import SendJob
 from stagelink.plan.dtypes import DType
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import outside_modes
@@ -88,7 +89,9 @@ class _MessageWork(dist.Work):
             if not over:
                 awaited = self._awaited()
                 why = self._mesh.plane.chain.explain(awaited) if awaited else ""
-                raise dist.DistBackendError(f"{self._what}: not done within {seconds:g} s{why}")
+                raise dist.DistBackendError(
+                    f"{self._what}: not done within {seconds:g} s{self._why()}{why}"
+                )
         except StagelinkError as error:
             if stops_caller(error):
                 raise
@@ -104,6 +107,10 @@ class _MessageWork(dist.Work):
     def _awaited(self) -> Awaited | None:
         """Who this waits for."""
         return None
+
+    def _why(self) -> str:
+        """Why it may be that it is not over, for an error; or nothing."""
+        return ""
 
     def _look(self) -> bool:
         if not self._done():
@@ -167,7 +174,7 @@ class _MessageWork(dist.Work):
 class SendWork(_MessageWork):
     """A message to a peer; over when the tensor is the caller's again.
 
-    One that is gone already has no job and no link.
+    One that is gone already has no job.
     """
 
     _SPAN = "stagelink:send"
@@ -178,26 +185,30 @@ class SendWork(_MessageWork):
         what: str,
         timeout: timedelta,
         tensor: torch.Tensor,
-        sent: tuple[SendJob, OutLink] | None,
+        key: MatchingKey,
+        job: SendJob | None,
     ) -> None:
         super().__init__(mesh, what, timeout, tensor)
-        self._sent = sent
+        self._key = key
+        self._job = job
 
     def _done(self) -> bool:
-        return self._sent is None or self._sent[0].finished
+        return self._job is None or self._job.finished
 
     def _awaited(self) -> Awaited | None:
-        if self._sent is None:
-            return None
-        return Awaited(self._sent[1].link.target, lambda: self._what)
+        return Awaited(self._key.peer, lambda: self._what)
+
+    def _why(self) -> str:
+        if not self._mesh.outbox.holds(self._key):
+            return ""
+        return ", and not asked for: it finds no room in what may wait there (c10d.eager_bytes)"
 
     def _check_peer(self) -> None:
-        if self._sent is None:
-            return
-        job, link = self._sent
-        peer, plane = link.link.target, self._mesh.plane
-        if not job.finished:
-            plane.goodbyes.check_reached(peer, "room for a message")
+        key, goodbyes = self._key, self._mesh.plane.goodbyes
+        if self._mesh.outbox.holds(key):
+            goodbyes.check_here(key.peer, "a receive there")
+        else:
+            goodbyes.check_reached(key.peer, "room for a message")
 
 
 class RecvWork(_MessageWork):
