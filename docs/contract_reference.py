@@ -62,7 +62,7 @@ def _class(cls: type[Any]) -> list[str]:
 
 
 def _hooks() -> str:
-    names = [name for name in hooks.__all__ if name.startswith("stagelink_")]
+    names = sorted(name for name in vars(hooks) if name.startswith("stagelink_"))
     specs = [getattr(hooks, name) for name in names]
     return "\n\n".join(
         f"### {spec.__name__}{_signature(spec)}\n\n{_prose(spec)}" for spec in specs

@@ -22,8 +22,6 @@ import pytest
 if TYPE_CHECKING:  # at run time that would load torch
     from stagelink.testing import LeakCheck, RankPool
 
-__all__ = ["leak_check", "rank_pool"]
-
 MARK = "stagelink_conformance"
 KIT = "stagelink.testing.test_transport"
 TRANSPORTS = "--stagelink-transport"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["Deadline"]
-
 _MOST_S = 20 * 86400.0
 
 

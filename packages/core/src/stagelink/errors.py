@@ -6,30 +6,6 @@ A leaf also inherits the standard type that a caller would think of catching, so
 
 from __future__ import annotations
 
-__all__ = [
-    "AbortedError",
-    "ClosedError",
-    "ConnectError",
-    "DeadlineError",
-    "DisagreementError",
-    "ForkedError",
-    "MessageError",
-    "MessageTypeError",
-    "NoTransportError",
-    "PeerClosedError",
-    "PeerLostError",
-    "PlanError",
-    "PluginError",
-    "ProtocolError",
-    "RankTakenError",
-    "RefusedError",
-    "StagelinkError",
-    "TransportError",
-    "UnknownTransportError",
-    "UsageError",
-    "VerificationError",
-]
-
 
 class StagelinkError(Exception):
     """Base of every error of this library."""

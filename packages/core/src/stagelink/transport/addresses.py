@@ -13,16 +13,6 @@ from typing import NamedTuple
 
 from stagelink.errors import ConnectError
 
-__all__ = [
-    "Address",
-    "address_of",
-    "check_reachable",
-    "family_of",
-    "is_loopback",
-    "own_address",
-    "route_to",
-]
-
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 _SIOCGIFFLAGS = 0x8913

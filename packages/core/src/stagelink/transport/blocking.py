@@ -14,8 +14,6 @@ from stagelink.transport.contract import Done
 from stagelink.transport.port import Port
 from stagelink.transport.streams import StreamEvent
 
-__all__ = ["Finisher", "synchronize"]
-
 _Wait = Callable[[], "torch.Tensor | None"]
 
 _SHORTEST_LOOK_S = 10e-6

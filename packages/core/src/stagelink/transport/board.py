@@ -8,8 +8,6 @@ from collections.abc import Callable
 from stagelink.deadline import Deadline
 from stagelink.transport.contract import Port
 
-__all__ = ["Board", "look_until"]
-
 _PAUSE_S = (0.002, 0.05)
 _LINK_PAUSE_S = 0.005
 

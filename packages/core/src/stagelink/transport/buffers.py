@@ -21,8 +21,6 @@ from functools import partial
 
 import torch
 
-__all__ = ["BufferPool", "lease"]
-
 _SMALL_BYTES = 64 * 1024
 
 

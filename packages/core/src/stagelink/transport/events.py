@@ -8,8 +8,6 @@ from typing import Literal
 from stagelink.transport.contract import Link
 from stagelink.transport.header import Direction
 
-__all__ = ["Event", "EventName", "LinkCounters"]
-
 EventName = Literal["send", "recv", "wait_window", "wait_peer", "wait_wire"]
 """The steps of a message, by `Event.name`.
 

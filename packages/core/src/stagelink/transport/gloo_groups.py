@@ -31,15 +31,6 @@ from torch.distributed import Store
 from stagelink.errors import ConnectError
 from stagelink.transport.addresses import Address, address_of
 
-__all__ = [
-    "THREADS",
-    "VARIABLE",
-    "break_off",
-    "gloo_group",
-    "keep_in_child",
-    "named_by_variable",
-]
-
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """Torch's own environment variable for the interface of gloo."""
 

@@ -38,17 +38,6 @@ from typing import NamedTuple
 from stagelink.errors import ProtocolError
 from stagelink.plan.dtypes import DTYPE_BY_CODE, MAX_DIMS, DType
 
-__all__ = [
-    "HEADER_BYTES",
-    "NO_TRACE",
-    "TRACE_BYTES",
-    "VERSION",
-    "Direction",
-    "Flag",
-    "Header",
-    "MessageKind",
-]
-
 MAGIC = b"SLNK"
 VERSION = 4
 MAX_INLINE_BYTES = 64 * 1024

@@ -20,18 +20,6 @@ from stagelink.transport.contract import Link, Transport
 from stagelink.transport.events import Event, LinkCounters
 from stagelink.transport.header import Direction
 
-__all__ = [
-    "PROJECT",
-    "hookimpl",
-    "hookspec",
-    "stagelink_event",
-    "stagelink_link_closed",
-    "stagelink_link_opened",
-    "stagelink_register_transport",
-    "stagelink_select_transport",
-    "stagelink_trace",
-]
-
 PROJECT = "stagelink"
 """The name under which pluggy keeps this project's marks apart from those of others."""
 

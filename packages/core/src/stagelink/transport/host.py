@@ -6,8 +6,6 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["memory_bytes", "process_id", "server_id"]
-
 
 def server_id() -> str:
     """A text that two processes have in common exactly when they are on one server.

@@ -13,8 +13,6 @@ import threading
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["in_main_thread", "raised_by_signal_handler", "stops_caller"]
-
 
 def in_main_thread() -> bool:
     """Whether this is the main thread, where signal handlers run.

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Capabilities", "Endpoint", "Footprint", "Link", "Verdict"]
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

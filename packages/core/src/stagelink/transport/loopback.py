@@ -33,8 +33,6 @@ from stagelink.transport.contract import (
 from stagelink.transport.header import Header
 from stagelink.transport.hooks import hookimpl
 
-__all__ = ["Loopback"]
-
 
 class _Mailbox:
     """Messages between two threads, in order. Both ends hold it, so it dies with the later one."""

@@ -14,8 +14,6 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["in_mode", "outside_modes"]
-
 _NO_MODE = nullcontext()
 _dispatching = torch._C._len_torch_dispatch_stack
 _overriding = torch._C._len_torch_function_stack

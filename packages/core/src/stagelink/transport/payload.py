@@ -19,20 +19,6 @@ from stagelink.plan.dtypes import DTYPE_BY_NAME, DTYPES, MAX_DIMS, DType
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import in_mode, outside_modes
 
-__all__ = [
-    "bytes_at",
-    "bytes_of",
-    "content_of",
-    "from_bytes",
-    "from_raw",
-    "has_memory",
-    "memory_of",
-    "payload_problem",
-    "raw_bytes",
-    "target_of",
-    "to_bytes",
-]
-
 _BY_TORCH: dict[torch.dtype, DType] = {
     getattr(torch, dtype.name): dtype for dtype in DTYPES if hasattr(torch, dtype.name)
 }

@@ -12,8 +12,6 @@ from stagelink.deadline import Deadline
 from stagelink.transport.link import Link
 from stagelink.transport.streams import Stream
 
-__all__ = ["Port"]
-
 
 class Port(Protocol):
     """A link's access to core. Every method may be called from any thread."""

@@ -24,8 +24,6 @@ import torch
 from stagelink.transport.buffers import lease
 from stagelink.transport.contract import Port
 
-__all__ = ["Slot", "SlotReturns", "SlotRing", "returned_slots"]
-
 _M = TypeVar("_M")
 
 _LARGEST_SHARE = 8

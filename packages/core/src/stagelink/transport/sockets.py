@@ -9,8 +9,6 @@ from stagelink.errors import ConnectError
 from stagelink.transport.addresses import Address, family_of
 from stagelink.transport.interrupts import stops_caller
 
-__all__ = ["BACKLOG", "listen", "tune"]
-
 BACKLOG = 4096
 """Connections that may wait to be accepted: a large job's come all at once."""
 

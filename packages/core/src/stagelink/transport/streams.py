@@ -18,8 +18,6 @@ import torch
 
 from stagelink.transport.modes import outside_modes
 
-__all__ = ["CudaEvent", "CudaStream", "HostStream", "Stream", "StreamEvent", "device_here"]
-
 
 class StreamEvent(ABC):
     """A point in a stream's work: all that was queued before it."""
