@@ -117,18 +117,21 @@ class Engine:
             self.plane.failure.fail(error)
             self.plane.check()
 
-    def leave_session(self, number: int, owed: Sequence[Received], why: str) -> None:
+    def leave_session(
+        self, number: int, owed: Sequence[Received], why: str, *, tells: bool
+    ) -> None:
         """A session ends: tell the peers, answer what nobody will ask for, wait for nobody.
 
         Args:
             number: the session's.
             owed: what was received and not answered.
             why: the error that ended it, for the peers; empty where none did.
+            tells: whether to tell them, since one may wait for what will not come.
         """
         if self.plane.failure.forked:
             return
-        # Before any answer: with credit a sender goes on, and loses what it sends.
-        self.out.tell_end(number, why)
+        if tells:  # before any answer: with credit a sender goes on, and loses what it sends
+            self.out.tell_end(number, why)
         with self.plane.lock:
             self.sessions.leave(number)
             unread = self.into.inbox.take_session(number)

@@ -31,6 +31,7 @@ class RoutingTable:
         period: microbatches after which routes repeat.
         inputs: the tensors that a microbatch's forward takes.
         edges: indices of the edges that begin or end at this rank's stage.
+        produced: of those that begin there.
         out: routes to the consumers of a tensor, by its name and the place in the period.
         into: the route from the producer of a tensor, likewise.
     """
@@ -47,7 +48,8 @@ class RoutingTable:
         self.period = lcm(*(period(stage) for stage in plan.stages))
         self.inputs = tuple(self._inputs)
         stage = self._stage.index
-        self.edges = tuple(edge.index for edge in (*plan.inputs(stage), *plan.outputs(stage)))
+        self.produced = frozenset(edge.index for edge in plan.outputs(stage))
+        self.edges = (*(edge.index for edge in plan.inputs(stage)), *self.produced)
         self.out: dict[tuple[str, int], tuple[OutRoute, ...]] = {}
         self.into: dict[tuple[str, int], InRoute] = {}
 

@@ -23,7 +23,8 @@ class Session:
     Used by one thread at a time. Leaving it (the end of its ``with`` block, by an error as well)
     waits for no peer, and takes back nothing: what `isend` has taken goes as its window has places
     for it, also in sessions after this one, and `stagelink.Handler.close` delivers it or says that
-    it could not. The peers hear at once that the session was left, and still get what is due.
+    it could not. A peer that could wait for what will not come hears at once that the session was
+    left, and still gets what is due.
 
     Attributes:
         number: the session's place in the handler's life, from 0.
@@ -95,7 +96,8 @@ class Session:
         self._leave(STOPPED)
 
     def _leave(self, why: str) -> None:
-        self._engine.leave_session(self.number, self._traffic.leave(), why)
+        owed, done = self._traffic.leave()
+        self._engine.leave_session(self.number, owed, why, tells=bool(why) or not done)
 
     @property
     def stopped(self) -> bool:

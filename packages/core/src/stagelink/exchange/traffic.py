@@ -63,12 +63,26 @@ class Traffic:
         self.microbatches = microbatches
         self.mine = self._table.mine(microbatches)
 
-    def leave(self) -> list[Received]:
-        """Nothing is sent or received any more; what was received and is still owed a gradient."""
+    def leave(self) -> tuple[list[Received], bool]:
+        """Nothing is sent or received any more.
+
+        Returns:
+            What was received and is still owed a gradient; and whether no peer can wait for
+            anything of this rank any more: all that is its to send was sent, and all that is its
+            to take was taken and answered.
+        """
         self.open = False
         owed = [message for ledger in self._ledgers.values() for message in ledger.owed.values()]
+        done = not owed and self._is_through(len(self.mine))
         self._ledgers.clear()
-        return owed
+        return owed, done
+
+    def _is_through(self, microbatches: int) -> bool:
+        produced = self._table.produced
+        return all(
+            len(ledger.sent if edge in produced else ledger.taken) == microbatches
+            for edge, ledger in self._ledgers.items()
+        )
 
     def check_open(self) -> None:
         """Raise if the session was left.
