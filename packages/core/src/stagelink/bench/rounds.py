@@ -86,9 +86,6 @@ def measure(measurement: Measurement) -> list[Record]:
     """Start two ranks, measure, and return a record per contender, kind and size.
 
     A bar on stderr shows how far it is; what the ranks wrote there follows at the end.
-
-    Raises:
-        RankFailedError: a rank failed.
     """
     with run_fresh(_rank, 2, measurement, limit_s=_LIMIT_S) as ranks:
         with tqdm(total=len(measurement.parts), unit="kind", delay=1) as bar:

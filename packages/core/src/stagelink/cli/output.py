@@ -46,11 +46,7 @@ class ResultFile(click.Path):
 
 
 def write_results(files: Iterable[tuple[str, Callable[[str], object]]]) -> None:
-    """Write every file that can be written.
-
-    Raises:
-        ClickException: with a line for each that could not.
-    """
+    """Write every file that can be; `ClickException` with a line for each that cannot."""
     problems = []
     for path, write in files:
         try:

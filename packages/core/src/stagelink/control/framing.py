@@ -50,8 +50,7 @@ class Proof:
     def check(self, shown: bytes) -> None:
         """Look at what another rank shows, in a time that does not tell how much of it is right.
 
-        Raises:
-            ProtocolError: it is not this job's.
+        Raises `ProtocolError` where it is not this job's.
         """
         if not hmac.compare_digest(shown, self.shown):
             raise ProtocolError("HELLO without this job's token")
@@ -180,11 +179,7 @@ def encode(fields: Mapping[str, Any]) -> bytes:
 
 
 def decode(data: bytes | str) -> dict[str, Any]:
-    """The fields that `encode` was given.
-
-    Raises:
-        ProtocolError: the bytes are no JSON object.
-    """
+    """The fields that `encode` was given; `ProtocolError` where these are no JSON object."""
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -75,9 +75,6 @@ class StoreAddress:
         """The address of a host and a port, of any types; how they were given is for errors.
 
         An IPv6 address may have brackets, and a port may be a text.
-
-        Raises:
-            PlanError: there is no such host name or port.
         """
         given = host_given if host_given == port_given else f"{host_given} and {port_given}"
         return cls(kind, _host(host, host_given), _port(port, port_given), given=given)

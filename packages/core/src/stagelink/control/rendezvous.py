@@ -205,9 +205,6 @@ class Rendezvous:
         """A store client of its own under a prefix for one pair of ranks.
 
         It is given up with this rank's place, see `cut`.
-
-        Raises:
-            ConnectError: the store does not answer.
         """
         prefix = f"{self._keys.prefix}/{self._key(f'pair/{name}')}"
         return self._keys.client.lend(prefix, Deadline(self._patience_s))

@@ -66,8 +66,8 @@ class _Call(Generic[_T]):
 class StoreClient:
     """Calls of one store, which end by the deadline that each is given.
 
-    Used from any thread. After a call that failed or ran out of time every further one fails at
-    once. In a forked child it must not be used.
+    Used from any thread. A call raises `ConnectError` where the store does not answer in time, or
+    is gone, and then every further one does at once. In a forked child it must not be used.
 
     Args:
         where: what the store is called in errors.
@@ -96,11 +96,7 @@ class StoreClient:
 
     @classmethod
     def of(cls, store: Store, deadline: Deadline) -> StoreClient:
-        """A client beside one that is open: a connection of its own where the store has any.
-
-        Raises:
-            ConnectError: the store does not answer.
-        """
+        """A client beside one that is open: a connection of its own where the store has any."""
         if isinstance(_base(store), HashStore | FileStore):
             return cls(_name(store), store)
         client = cls(_name(store))
@@ -113,9 +109,6 @@ class StoreClient:
         """Open the store, once, by torch's constructor, which is given the time that it has.
 
         Where nobody answers at ``remote``, which it connects to, it is freed by that.
-
-        Raises:
-            ConnectError: it failed, or did not return in time.
         """
         self._remote = remote
         try:
@@ -151,11 +144,7 @@ class StoreClient:
         return store_host(self._store)
 
     def call(self, work: Callable[[Store], _T], deadline: Deadline) -> _T:
-        """Make one call and wait for its end; a signal interrupts the wait, not the call.
-
-        Raises:
-            ConnectError: the store does not answer in time, is gone, or was given up before.
-        """
+        """Make one call and wait for its end; a signal interrupts the wait, not the call."""
         return self._ask(lambda: work(self._open_store()), deadline)
 
     def submit(self, work: Callable[[Store], None]) -> threading.Event | None:
@@ -205,9 +194,6 @@ class StoreClient:
         """A store for others, by a connection of its own and under a prefix.
 
         It is theirs to call and to wait for; `cut` frees them.
-
-        Raises:
-            ConnectError: the store does not answer.
         """
         store = self._open_store()
         if isinstance(_base(store), HashStore | FileStore):

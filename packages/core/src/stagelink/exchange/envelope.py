@@ -137,11 +137,7 @@ def unseal(arrival: Arrival, terms: Terms) -> torch.Tensor | None:
 
 
 def check_contract(edge: Edge, tensor: torch.Tensor) -> None:
-    """Hold a tensor against what the plan declares for its edge.
-
-    Raises:
-        MessageError: it differs.
-    """
+    """Hold a tensor against what the plan declares for its edge; `MessageError` if it differs."""
     declared = edge.tensor
     got = str(tensor.dtype).removeprefix("torch.")
     if declared.dtype is not None and got != declared.dtype:
@@ -157,11 +153,7 @@ def check_contract(edge: Edge, tensor: torch.Tensor) -> None:
 
 
 def check_gradient(like: Header, gradient: torch.Tensor) -> None:
-    """Hold a gradient against the header of the tensor that it belongs to.
-
-    Raises:
-        MessageError: shape or dtype differ.
-    """
+    """Hold a gradient against its tensor's header; `MessageError` where shape or dtype differ."""
     got = str(gradient.dtype).removeprefix("torch.")
     if (tuple(gradient.shape), got) != (like.shape, like.dtype.name):
         raise MessageError(

@@ -31,11 +31,7 @@ class Inbox(Generic[A]):
         self._last: dict[tuple[int, int, Direction, int], int] = {}
 
     def put(self, arrival: A) -> None:
-        """Keep an arrival until it is taken; one that was refused is replaced by a better one.
-
-        Raises:
-            ProtocolError: one with this key is here already.
-        """
+        """Keep an arrival until it is taken; one that was refused is replaced by a better one."""
         key = arrival.key
         held = self._arrivals.get(key)
         if held is not None and held.refusal is None:

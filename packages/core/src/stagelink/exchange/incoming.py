@@ -278,11 +278,7 @@ class Incoming:
             self._observe("recv", link, header, ended - began, ended)
 
     def wait_whole(self, route: InRoute, key: Key, deadline: Deadline) -> None:
-        """Wait until a message is here with its payload, and leave it where it is.
-
-        Raises:
-            DeadlineError, PeerClosedError, StagelinkError: as `take`.
-        """
+        """Wait until a message is here with its payload, and leave it where it is; as `take`."""
         if self.inbox.get(key) is None:
             ready = partial(self._arrived, route, key)
             self._wait(route, key, ready, deadline, "nothing came")
@@ -317,11 +313,7 @@ class Incoming:
     def _wait(
         self, route: InRoute, key: Key, ready: Callable[[], bool], deadline: Deadline, what: str
     ) -> None:
-        """Wait for a message of a route.
-
-        Raises:
-            DeadlineError: time ran out.
-        """
+        """Wait for a message of a route; `DeadlineError` where time ran out."""
         awaited = Awaited(route.peer, partial(_what, route, key))
         if not self._plane.wait(ready, deadline, awaited):
             raise self._late(route, key, deadline, what, awaited)

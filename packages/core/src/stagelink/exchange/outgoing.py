@@ -246,11 +246,7 @@ class Outgoing:
                 start()
 
     def check_sent(self, route: OutRoute, header: Header, microbatch: int) -> None:
-        """Hold an answer against what waits for one.
-
-        Raises:
-            ProtocolError: there was nothing to answer.
-        """
+        """Hold an answer against what waits for one; `ProtocolError` where nothing does."""
         if not route.window.holds(header.session, microbatch):
             raise ProtocolError(
                 f"rank {route.peer}: {header.kind.name} for microbatch {microbatch} (session "
@@ -299,9 +295,6 @@ class Outgoing:
         """Send a gradient, unless its peer has said goodbye and nobody asks for it there.
 
         It is taken off what is ``owed`` when no plugin can refuse it any more.
-
-        Raises:
-            StagelinkError: as `send_nowait`.
         """
         plane, peer = self._plane, route.peer
         try:

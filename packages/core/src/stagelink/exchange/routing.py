@@ -22,11 +22,6 @@ _SHOWN = 5
 class RoutingTable:
     """The routes of one rank by tensor and microbatch, found once and looked up from then on.
 
-    Args:
-        plan: the plan.
-        rank: this rank.
-        wiring: its links.
-
     Attributes:
         period: microbatches after which routes repeat.
         inputs: the tensors that a microbatch's forward takes.

@@ -115,10 +115,6 @@ class SessionRecord:
 class Sessions:
     """The records of one rank's sessions, each until nobody can say anything of it any more.
 
-    Args:
-        plane: this rank's control plane.
-        plan: the plan.
-
     Attributes:
         left: the last session that this rank has left, -1 at first.
         records: by session, of those that are known here; see `find`.

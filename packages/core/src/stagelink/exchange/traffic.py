@@ -28,14 +28,8 @@ _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 class Traffic:
     """Messages that one rank sends and receives in one session.
 
-    Args:
-        engine: this rank's moving parts.
-        record: of the session.
-        mode: of the session.
-        microbatches: how many there are in the whole pipeline.
-
     Attributes:
-        microbatches: as given, until their number is known.
+        microbatches: how many there are in the whole pipeline, as far as that is known.
         mine: those that this replica handles.
         open: whether the session has not been left.
     """
@@ -85,11 +79,7 @@ class Traffic:
         )
 
     def check_open(self) -> None:
-        """Raise if the session was left.
-
-        Raises:
-            UsageError: it was.
-        """
+        """Raise if the session was left."""
         if not self.open:
             raise UsageError(f"rank {self._rank}: session {self._number} was left")
 

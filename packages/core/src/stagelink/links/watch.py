@@ -18,12 +18,7 @@ _EVERY_S = 1.0
 
 
 class AbortWatch:
-    """Writes this rank's failure into the store, and finds those of others.
-
-    Args:
-        plane: the control plane to fail.
-        rendezvous: the job's store.
-    """
+    """Writes this rank's failure into the store, and finds those of others."""
 
     def __init__(self, plane: Plane, rendezvous: Rendezvous) -> None:
         self._plane = plane

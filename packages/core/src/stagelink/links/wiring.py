@@ -109,8 +109,7 @@ class Wiring:
     def begin(self, session: int, windows: Sequence[int]) -> None:
         """A session begins, whose windows hold from now on; with the plane's lock held.
 
-        Raises:
-            ProtocolError: a peer has sent more than its window allows.
+        Raises `ProtocolError` where a peer has sent more than its window allows.
         """
         for into in self.into.values():
             into.window.enter(session, windows[into.edge.index])

@@ -173,18 +173,13 @@ class Plan:
         return self.stages[self._place(rank)[0]]
 
     def replica_of(self, rank: int) -> int:
-        """The rank's place among its stage's replicas.
-
-        Raises:
-            PlanError: there is no such rank.
-        """
+        """The rank's place among its stage's replicas; raises as `stage_of`."""
         return self._place(rank)[1]
 
     def server_of(self, rank: int) -> int | None:
         """Index of the server that the plan puts a rank on; None where it lists no servers.
 
-        Raises:
-            PlanError: there is no such rank.
+        Raises as `stage_of`.
         """
         self._place(rank)
         return self._servers.get(rank)

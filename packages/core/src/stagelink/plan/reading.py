@@ -59,8 +59,7 @@ _STAND_INS: Mapping[str, Any] = {
 def read_document(raw: object, where: str) -> Document:
     """Validate a plan's mapping, in itself and across its tables.
 
-    Raises:
-        PlanError: with a line for every problem, which begins with ``where``.
+    Raises one `PlanError` with a line for every problem, which begins with ``where``.
     """
     plain = dict(raw) if isinstance(raw, Mapping) else raw
     document, problems = _validated(plain)

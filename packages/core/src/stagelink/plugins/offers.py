@@ -80,11 +80,7 @@ class End:
 
     @classmethod
     def from_json(cls, values: object) -> End:
-        """The end that a peer sent.
-
-        Raises:
-            ProtocolError: it is not of this form.
-        """
+        """The end that a peer sent; `ProtocolError` where it is none."""
         try:
             return _END.validate_python(values)
         except ValidationError as error:

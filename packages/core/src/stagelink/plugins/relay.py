@@ -1,7 +1,4 @@
-"""The hooks of one handler's plugins: one typed call per hook.
-
-Nothing else in the project calls pluggy's untyped relay.
-"""
+"""The hooks of one handler's plugins: one typed call per hook, and the only ones of pluggy's."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from stagelink.transport.interrupts import stops_caller
 
 
 class Relay:
-    """The hooks of one handler's plugins."""
+    """The hooks of one handler's plugins; each call raises `PluginError` where one raised."""
 
     def __init__(self) -> None:
         self._manager = new_manager()
@@ -42,7 +39,7 @@ class Relay:
         """Ask the plugins to choose among the candidates; None where none has an opinion.
 
         Raises:
-            PluginError: a plugin raised, or answered with something that is no candidate.
+            PluginError: a plugin answered with something that is no candidate.
         """
         hook = "stagelink_select_transport"
         answer: str | None = self._call(hook, link=link, candidates=candidates)
@@ -54,34 +51,22 @@ class Relay:
         )
 
     def link_opened(self, link: Link) -> None:
-        """Tell the observers.
-
-        Raises:
-            PluginError: one of them raised.
-        """
+        """Tell the observers."""
         self._call("stagelink_link_opened", link=link)
 
     def link_closed(self, link: Link, counters: LinkCounters) -> None:
-        """Tell the observers.
-
-        Raises:
-            PluginError: one of them raised.
-        """
+        """Tell the observers."""
         self._call("stagelink_link_closed", link=link, counters=counters)
 
     def event(self, event: Event) -> None:
-        """Tell the observers.
-
-        Raises:
-            PluginError: one of them raised.
-        """
+        """Tell the observers."""
         self._call("stagelink_event", event=event)
 
     def trace(self, link: Link, edge: str, header: Header) -> bytes:
         """Ask for the trace context of a message; `NO_TRACE` where none is given.
 
         Raises:
-            PluginError: a plugin raised, or answered with something else than such a context.
+            PluginError: a plugin answered with something else than such a context.
         """
         hook = "stagelink_trace"
         answer: object = self._call(

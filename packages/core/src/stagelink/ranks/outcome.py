@@ -71,12 +71,7 @@ class Outcome:
 
 
 class RankFailedError(StagelinkError, RuntimeError):
-    """Some ranks did not return; the text has each one's traceback, signal or stacks.
-
-    Args:
-        name: of the function that they ran.
-        outcomes: of all ranks.
-    """
+    """Some ranks did not return; the text has each one's traceback, signal or stacks."""
 
     def __init__(self, name: str, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = tuple(outcomes)

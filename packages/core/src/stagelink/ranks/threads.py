@@ -18,13 +18,9 @@ Ts = TypeVarTuple("Ts")
 
 
 class RankThread(threading.Thread, Generic[T]):
-    """One rank's function on a thread that begins at once and keeps what became of it.
+    """One rank's function on a thread, named after it, that begins at once and keeps its outcome.
 
     A daemon, so that one which hangs in the user's code cannot hold up the process's end.
-
-    Args:
-        rank: the rank; the thread is named after it.
-        call: the function.
 
     Attributes:
         value: what the function returned, when the thread has ended without an error.

@@ -129,11 +129,7 @@ class Worker:
 
 
 def start_workers(count: int) -> list[Worker]:
-    """Start processes and wait until all of them take tasks.
-
-    Raises:
-        ConnectError: one did not start; the others are ended.
-    """
+    """Start processes and wait until all of them take tasks; if one does not, none is left."""
     workers: list[Worker] = []
     try:
         while len(workers) < count:  # all of them at once, then wait

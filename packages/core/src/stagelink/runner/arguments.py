@@ -1,4 +1,4 @@
-"""Checks of what a runner is made of: refused at once where it could not be used."""
+"""Checks of what a runner is made of: a `UsageError` at once where it could not be used."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from stagelink.text import kind, shown
 
 
 def check_parts(comm: object, module: object, progress: object) -> None:
-    """Make sure that a runner is given a handler and a module, and told whether it shows a bar.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Make sure that a runner is given a handler and a module, and told whether it shows a bar."""
     if not isinstance(progress, bool):
         raise UsageError(
             f"progress is {kind(progress)}, {shown(progress)}; it must be True or False"
@@ -46,11 +42,10 @@ def check_scores(
 ) -> dict[str, Callable[..., Any]]:
     """Make sure that loss and metrics can be called, and are what the reduction says.
 
+    With ``last`` the loss's own reduction, too.
+
     Returns:
         The metrics by name.
-
-    Raises:
-        UsageError: something is not as it should be; with ``last`` the loss's own reduction, too.
     """
     known = get_args(Reduction)
     if not isinstance(reduction, str) or reduction not in known:
@@ -94,11 +89,7 @@ def _check_function(what: str, value: object) -> None:
 
 
 def steppers_of(optimizer: object, scheduler: object, clip_norm: object) -> Steppers:
-    """Gather what steps the parameters: optimizers and schedulers, each one, several or None.
-
-    Raises:
-        UsageError: one cannot be stepped here, or they do not belong together.
-    """
+    """Gather what steps the parameters: optimizers and schedulers, each one, several or None."""
     optimizers = _several("optimizer", optimizer)
     for one in optimizers:
         _check_optimizer(one)
@@ -202,11 +193,7 @@ def _required(stepper: object) -> str:
 
 
 def check_trainable(comm: Handler, trained: Trained, loss: object, steppers: Steppers) -> None:
-    """Make sure that optimizers, module and loss belong to each other on this stage.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Make sure that optimizers, module and loss belong to each other on this stage."""
     where = f"rank {comm.rank}, stage {comm.stage.name!r}"
     if steppers.clip_norm is not None and comm.plan.asynchronous:
         raise UsageError(
@@ -257,9 +244,6 @@ def check_batches(comm: Handler, batches: Any, *, first: bool) -> Iterable[objec
 
     Returns:
         The batches; none elsewhere, where they are left out.
-
-    Raises:
-        UsageError: it is not.
     """
     if not first:
         return () if batches is None else batches
@@ -278,11 +262,7 @@ def check_batches(comm: Handler, batches: Any, *, first: bool) -> Iterable[objec
 
 
 def check_scored(comm: Handler, loss: object) -> None:
-    """Make sure that the last stage has a loss.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """Make sure that the last stage has a loss."""
     if loss is None and comm.stage.index == len(comm.plan.stages) - 1:
         raise UsageError(
             f"rank {comm.rank} holds the last stage, {comm.stage.name!r}: give the runner a loss"
@@ -290,11 +270,7 @@ def check_scored(comm: Handler, loss: object) -> None:
 
 
 def check_trains(comm: Handler, trained: Trained, *, has_optimizer: bool) -> None:
-    """Make sure that a stage can be trained.
-
-    Raises:
-        UsageError: the plan has no backwards, gradients are switched off, or nothing would step.
-    """
+    """Make sure that a stage can be trained: there are backwards, gradients and an optimizer."""
     if comm.plan.schedule == "forward":
         raise UsageError("schedule 'forward' has no backwards; this plan can only evaluate")
     if not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""A batch on a first stage: checked, and cut into microbatches.
+"""A batch on a first stage: checked, else a `UsageError`, and cut into microbatches.
 
 The cut is ``torch.tensor_split``'s, so that every rank knows the size of every microbatch from the
 two numbers that a session is opened with.
@@ -87,11 +87,7 @@ def items_of(microbatch: int, items: int, microbatches: int) -> int:
 
 
 def check_mapping(batch: object) -> Mapping[str, object]:
-    """The batch, if it is one.
-
-    Raises:
-        UsageError: it is no mapping from names.
-    """
+    """The batch, if it is a mapping from names."""
     if isinstance(batch, Mapping):
         for name in batch:
             if not isinstance(name, str):
@@ -105,12 +101,7 @@ def check_mapping(batch: object) -> Mapping[str, object]:
 
 
 def cut(tensors: Mapping[str, object], microbatches: int) -> Batch:
-    """Cut a batch along its first dimension, in fewer parts where it has fewer samples.
-
-    Raises:
-        UsageError: something is no tensor, or one that cannot be cut, the sizes differ, or there
-            is no sample.
-    """
+    """Cut a batch along its first dimension, in fewer parts where it has fewer samples."""
     sizes = {name: _size(name, tensor) for name, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
         text = ", ".join(f"{name!r} has {size}" for name, size in sizes.items())

@@ -76,9 +76,6 @@ class Epoch:
             batches: on a first stage.
             work: is called with each session, and its batch on a first stage.
             title: of a progress bar on stderr; None: without one.
-
-        Raises:
-            UsageError: a batch is not what it should be.
         """
         feed: Iterable[Batch | None] = repeat(None)
         if self.names.first:
@@ -116,8 +113,7 @@ def cut_all(
 ) -> Iterator[Batch]:
     """The batches of a first stage, each cut into the plan's number of microbatches.
 
-    Raises:
-        UsageError: one is not what it should be, or lacks the target where it is ``scored``.
+    Where it is ``scored`` each has a target.
     """
     for batch in batches:
         yield cut(names.of_batch(check_mapping(batch), scored=scored), comm.plan.microbatches)
@@ -153,11 +149,7 @@ class AsyncEpoch:
     mean: bool
 
     def run(self, batches: Iterable[object], title: str | None) -> Counts:
-        """Open the session and carry it out to the end of the batches; as `Epoch.run`.
-
-        Raises:
-            UsageError: a batch is not what it should be.
-        """
+        """Open the session and carry it out to the end of the batches; as `Epoch.run`."""
         first = self.station.names.first
         with self.station.clock.waiting:
             session = self.comm.train(UNTIL_END if first else None)

@@ -231,11 +231,7 @@ def _weight(target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> 
 
 
 def one_number(what: str, value: object) -> torch.Tensor:
-    """A score's value, if it is one.
-
-    Raises:
-        UsageError: it is no tensor with one element, or one of complex numbers or without data.
-    """
+    """A score's value, if it is a tensor with one element, a real number; else `UsageError`."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise UsageError(f"{what} must be a tensor with one element, made of all items; got {got}")

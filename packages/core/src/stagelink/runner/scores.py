@@ -187,11 +187,7 @@ class Scores:
         return self._last_weight is not None and not float(self._last_weight)
 
     def finish_batch(self) -> Counted:
-        """Return what the batch's losses counted, before the next one begins. Waits for a GPU.
-
-        Raises:
-            UsageError: some of them ran their own backward, and others did not.
-        """
+        """Return what the batch's losses counted, before the next one begins. Waits for a GPU."""
         weights = [float(weight) for weight in self._by_own.values()]
         if all(weights):
             raise UsageError(
@@ -208,11 +204,7 @@ class Scores:
 
 
 def means(totals: Sequence[float], reduction: Reduction) -> list[float]:
-    """All ranks' totals as results: means, but for a loss that is a sum; nan without a weight.
-
-    Raises:
-        UsageError: the weights make no sense.
-    """
+    """All ranks' totals as results: means, but for a loss that is a sum; nan without a weight."""
     half = len(totals) // 2
     sums, weights = totals[:half], totals[half:]
     for weight in weights:

@@ -43,11 +43,7 @@ class State:
         }
 
     def put(self, state: object) -> None:
-        """Take over a state that `get` gave.
-
-        Raises:
-            UsageError: it is another stage's, or does not fit what is here.
-        """
+        """Take over a state that `get` gave, if it is this stage's and fits what is here."""
         found = self._checked(state)
         self._load("module", self._module.load_state_dict, found["module"])
         if self._loss is not None and found["loss"] is not None:

@@ -31,6 +31,7 @@ class ReplicaSync:
 
     Raises:
         StagelinkError: from every call, see `ReplicaGroup`.
+        UsageError: from those with gradients, where one is sparse, or has no strided memory.
     """
 
     def __init__(self, comm: Handler, trained: Trained, *, all_gradients: bool) -> None:
@@ -79,19 +80,11 @@ class ReplicaSync:
                 ) from error
 
     def add_gradients(self) -> None:
-        """Replace every gradient by its sum over the replicas, added in their order.
-
-        Raises:
-            UsageError: a gradient is sparse.
-        """
+        """Replace every gradient by its sum over the replicas, added in their order."""
         self._combine(takes_part=True, mean=False)
 
     def average_gradients(self, *, takes_part: bool) -> None:
-        """Replace every gradient by its mean over the replicas that take part, at least one.
-
-        Raises:
-            UsageError: a gradient is sparse.
-        """
+        """Replace every gradient by its mean over the replicas that take part, at least one."""
         self._combine(takes_part=takes_part, mean=True)
 
     def _combine(self, *, takes_part: bool, mean: bool) -> None:
@@ -156,11 +149,7 @@ class GradientBuffer:
 
     @torch.no_grad()  # a gradient may have a graph of its own
     def fill(self, *, takes_part: bool = True) -> None:
-        """Take the parameters' gradients in, and whether this replica counts in a mean.
-
-        Raises:
-            UsageError: one is sparse, or has no strided memory of its own.
-        """
+        """Take the parameters' gradients in, and whether this replica counts in a mean."""
         self._takes_part.fill_(takes_part)
         for place, parameter in enumerate(self._parameters):
             gradient = parameter.grad
@@ -188,11 +177,7 @@ class GradientBuffer:
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient with memory.
-
-    Raises:
-        UsageError: it has none; named.
-    """
+    """A gradient with memory, or `UsageError`."""
     try:
         return memory_of(gradient)[0]
     except MessageError as error:

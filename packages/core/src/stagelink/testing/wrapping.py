@@ -39,12 +39,7 @@ E = TypeVar("E", bound=Sender | Receiver)
 
 
 class WrappedEnd(Generic[E]):
-    """An end that passes on all but ``begin``: the base of senders and receivers.
-
-    Args:
-        inner: the end inside.
-        port: of this end.
-    """
+    """An end that passes on all but ``begin``: the base of senders and receivers."""
 
     def __init__(self, inner: E, port: Port) -> None:
         self.inner = inner

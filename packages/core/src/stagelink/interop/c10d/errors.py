@@ -56,11 +56,7 @@ def one_tensor(tensors: object) -> torch.Tensor:
 
 
 def whole(what: str, number: object) -> int:
-    """A rank or a tag.
-
-    Raises:
-        TypeError: it is no whole number.
-    """
+    """A rank or a tag; `TypeError` where it is no whole number."""
     try:
         return operator.index(number)  # type: ignore[arg-type]
     except (TypeError, RuntimeError) as error:  # the latter by a tensor of several numbers

@@ -63,11 +63,7 @@ class C10dOptions:
 
     @classmethod
     def load(cls, path: str | Path) -> C10dOptions:
-        """Read the tables from a TOML file.
-
-        Raises:
-            PlanError: it cannot be read.
-        """
+        """Read the tables from a TOML file; `PlanError` where it cannot be read."""
         try:
             return cls(read_mapping(path))
         except PlanError as error:
@@ -75,11 +71,7 @@ class C10dOptions:
 
     @classmethod
     def from_environment(cls) -> C10dOptions:
-        """Those that `CONFIG_VARIABLE` names, or none.
-
-        Raises:
-            PlanError: the file cannot be read.
-        """
+        """Those that `CONFIG_VARIABLE` names, read as by `load`; or none."""
         path = os.environ.get(CONFIG_VARIABLE)
         return cls.load(path) if path else cls()
 

@@ -64,11 +64,7 @@ class _MessageWork(dist.Work):
 
     @abstractmethod
     def _check_peer(self) -> None:
-        """Raise if it can never be over.
-
-        Raises:
-            PeerClosedError: the peer has closed.
-        """
+        """Raise if it can never be over."""
 
     @untraced
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -321,11 +317,7 @@ class RecvWork(_MessageWork):
 
     @untraced
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait; on a device with streams the caller's goes on when the payload is there.
-
-        Raises:
-            DistBackendError: as of any work.
-        """
+        """Wait; on a device with streams the caller's goes on when the payload is there."""
         super().wait(timeout)
         if self._link is not None and self._event is not None:
             self._link.stream.hand_to_caller(self._given.memory, self._event)

@@ -109,11 +109,7 @@ class Meeting:
             raise error
 
     def exchange(self, declaration: Declaration) -> list[Declaration]:
-        """Tell this rank's maps and wait for those of all others.
-
-        Raises:
-            ConnectError: some have not come; they are named.
-        """
+        """Tell this rank's maps and wait for those of all others; who has not come is named."""
         deadline = Deadline(self._patience_s)
         self._rendezvous.publish("declaration", asdict(declaration))
         found = self._rendezvous.read("declaration", [*range(self._world_size)], deadline)

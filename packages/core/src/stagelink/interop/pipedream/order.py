@@ -29,9 +29,6 @@ _MOST_MORE = 16
 class Assignment:
     """The minibatches of every replica of every stage, by how many each of them has.
 
-    Raises:
-        DisagreementError: the stages do not have the same number in all.
-
     Attributes:
         total: how many there are in the whole pipeline.
         mine: for each stage and replica its minibatches, in its order.

@@ -84,11 +84,7 @@ class Phase:
         self._session.leave()
 
     def minibatch(self, number: int) -> int:
-        """The rank's minibatch of a number, as it is numbered in the whole pipeline.
-
-        Raises:
-            UsageError: the rank has no such minibatch in this phase.
-        """
+        """The rank's minibatch of a number, as it is numbered in the whole pipeline."""
         if not isinstance(number, int):
             raise UsageError(f"{self._rank}: a minibatch's id is an int, not {number!r}")
         if not 0 <= number < len(self.mine):
@@ -119,9 +115,6 @@ class Phase:
 
         The cursor's own; or, where that tensor of it was received already, or with ``back`` sent
         back, the next of the same peer, as a FIFO queue would give it.
-
-        Raises:
-            UsageError: the tensor is not received here, or there is no such minibatch.
         """
         edge = self._known(self._incoming, name, "receives")
         peer = self._peer(edge, self.minibatch(cursor))
@@ -258,11 +251,7 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """Undo `_packed`, without a gradient; shares its memory.
-
-    Raises:
-        MessageError: it was of another dtype.
-    """
+    """Undo `_packed`, without a gradient; shares its memory."""
     if tensor.dtype != _carrier(dtype):
         raise MessageError(f"{what}: the receiver's training_tensor_dtypes says {dtype}")
     with outside_modes():

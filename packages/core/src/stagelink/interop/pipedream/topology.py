@@ -271,11 +271,7 @@ def channel(name: str, source: int, target: int) -> str:
 
 
 def limits_of(tables: Mapping[str, Any]) -> Limits:
-    """The time limits that the plan will have, for what comes before there is one.
-
-    Raises:
-        PlanError: the table of limits is wrong.
-    """
+    """The time limits that the plan will have, for what comes before there is one."""
     limits = tables.get("limits", {})
     stand_in = {
         "pipeline": {"name": "pipedream", "microbatches": 1},
@@ -286,11 +282,7 @@ def limits_of(tables: Mapping[str, Any]) -> Limits:
 
 
 def plan_of(topology: Topology, servers: Servers, tables: Mapping[str, Mapping[str, Any]]) -> Plan:
-    """The plan that all ranks make for themselves; tables of a plan's file go before it.
-
-    Raises:
-        PlanError: the tables do not fit.
-    """
+    """The plan that all ranks make for themselves; tables of a plan's file go before it."""
     pairs = [
         (edge, source, target)
         for edge in topology.edges
