@@ -706,7 +706,7 @@ def hears_early(rank: int, size: int, store: Store) -> None:
     else:
         got = torch.zeros_like(sent)
         given = Given(got, *target_of(got))
-        work = RecvWork(mesh, "it", PATIENCE, given, 1, address, mesh.link_from(1))
+        work = RecvWork(mesh, 20.0, given, 1, address, mesh.link_from(1))
         mesh.box.ask(address, work)
         assert work.wait()
         assert torch.equal(got, sent)

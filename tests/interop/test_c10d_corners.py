@@ -62,10 +62,10 @@ def _waits_under_a_mode(rank: int, size: int, store: Store, options: C10dOptions
     """Whoever waits reads for all, and what it allocates is not what the program's mode says."""
     with world(rank, size, store, options=options):
         if rank == 0:
-            dist.send(filled(20_000, 1), 1, tag=1)
+            dist.send(filled(100_000, 1), 1, tag=1)
             dist.send(torch.ones(3), 1, tag=2)
             return
-        unasked = torch.zeros(20_000, dtype=torch.uint8)
+        unasked = torch.zeros(100_000, dtype=torch.uint8)
         last = torch.zeros(3)
         torch.set_default_device("meta")
         try:
@@ -75,7 +75,7 @@ def _waits_under_a_mode(rank: int, size: int, store: Store, options: C10dOptions
             dist.recv(unasked, 0, tag=1)
         finally:
             torch.set_default_device(None)
-        assert torch.equal(unasked, filled(20_000, 1))
+        assert torch.equal(unasked, filled(100_000, 1))
 
 
 @pytest.mark.parametrize("options", [C10dOptions(), GLOO], ids=["shm", "gloo"])
@@ -269,3 +269,38 @@ def _options_of_a_subgroup(rank: int, size: int, store: Store) -> None:
 
 def test_a_subgroup_has_no_options_of_its_own(rank_pool: RankPool) -> None:
     rank_pool.run(_options_of_a_subgroup, 1)
+
+
+def _breaks_in_the_middle(
+    rank: int, size: int, store: Store, method: str, error: BaseException, text: str
+) -> None:
+    """A number is taken, and the message does not go, or the receive is not posted."""
+
+    def breaks(*_: object) -> None:
+        raise error
+
+    dist.init_process_group(STAGELINK, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    if rank == 0:
+        group: Any = dist.group.WORLD
+        mesh = group._meshes["cpu"]
+        setattr(mesh.outbox if method == "post" else mesh.box, method, breaks)
+        with pytest.raises(type(error)):
+            (dist.isend if method == "post" else dist.irecv)(torch.ones(3), 1)
+    with refused(text):
+        dist.recv(torch.ones(3), 1 - rank, tag=1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["post", "ask"])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyboardInterrupt(), "rank 0 was stopped by KeyboardInterrupt"),
+        (MemoryError("no more"), "rank 0 failed: MemoryError: no more"),
+    ],
+    ids=["stopped", "no memory"],
+)
+def test_a_call_that_breaks_in_the_middle_leaves_no_peer_waiting(
+    method: str, error: BaseException, text: str, rank_pool: RankPool
+) -> None:
+    rank_pool.run(_breaks_in_the_middle, 2, method, error, text)

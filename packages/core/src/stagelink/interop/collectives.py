@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_here
 from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import Store
 from torch.futures import Future
@@ -43,11 +43,11 @@ def untraced(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def plain(*args: P.args, **options: P.kwargs) -> T:
+        # Not `torch.compiler.disable` for every call: it imports the compiler, which takes a
+        # second, and then costs as much as a small message's way to the socket.
+        if compiler_here() is None:
+            return call(*args, **options)
         if not disabled:
-            # `torch.compiler.disable` imports the compiler, which takes a second; as long as
-            # nothing else has, nothing is compiled.
-            if "torch._dynamo" not in sys.modules:
-                return call(*args, **options)
             disabled.append(torch.compiler.disable(call))
         return disabled[0](*args, **options)
 

@@ -45,6 +45,8 @@ def one_tensor(tensors: object) -> torch.Tensor:
         TypeError: it is no list of a tensor.
         ValueError: there is none in it, or more.
     """
+    if type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
+        return tensors[0]  # the usual case, for every message
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         raise TypeError(f"stagelink: a list of one tensor is asked for, not a {_kind(tensors)}")
     if len(tensors) != 1:
@@ -57,13 +59,15 @@ def one_tensor(tensors: object) -> torch.Tensor:
 
 def whole(what: str, number: object) -> int:
     """A rank or a tag; `TypeError` where it is no whole number."""
+    if type(number) is int:
+        return number
     try:
         return operator.index(number)  # type: ignore[arg-type]
     except (TypeError, RuntimeError) as error:  # the latter by a tensor of several numbers
         raise TypeError(f"stagelink: {what} {number!r} is no whole number") from error
 
 
-def seconds_of(timeout: object, default: timedelta) -> float:
+def seconds_of(timeout: object, default_s: float) -> float:
     """Convert a time-out to seconds; None and 0 mean the group's, as in c10d.
 
     Raises:
@@ -75,7 +79,7 @@ def seconds_of(timeout: object, default: timedelta) -> float:
         timeout = 0
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout):
         raise TypeError(f"stagelink: timeout {timeout!r} is no timedelta")
-    return timeout or default.total_seconds()
+    return timeout or default_s
 
 
 def _kind(value: object) -> str:

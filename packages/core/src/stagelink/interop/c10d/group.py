@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -24,7 +25,7 @@ from stagelink.interop.c10d.works import Given, RecvWork, SendWork
 from stagelink.interop.collectives import WithCollectives, recorded, untraced
 from stagelink.transport.addresses import check_reachable, is_loopback
 from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
-from stagelink.transport.header import Flag, Header, MessageKind
+from stagelink.transport.header import Flag
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.payload import content_of, raw_bytes, target_of, to_bytes
 
@@ -156,39 +157,41 @@ class StagelinkGroup(WithCollectives):
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> SendWork:
         place = self._place(peer, tag)
-        what = f"send to rank {place} with tag {tag}"
         try:
             content, dtype, in_order = content_of(tensor)
         except MessageError as error:
-            raise self._refused(what, peer, tag, error) from error
+            raise self._refused(peer, tag, error) from error
         mesh = self._mesh_for(content)
-        plane, inline = mesh.plane, _is_inline(mesh, place, content)
+        plane, inline, key = mesh.plane, _is_inline(mesh, place, content), None
         try:
-            plane.check()
-            plane.goodbyes.check_here(place, "a receive there")
+            if plane.reader.ending:
+                plane.check()
+            if place in plane.gone:
+                plane.goodbyes.check_here(place, "a receive there")
+            plane.reader.last_call_s = time.monotonic()
             # First: where it fails, no number is taken.
             raw = (raw_bytes if inline else to_bytes)(content, in_order=in_order)
             key = MatchingKey(self._number, place, tag, self._next(self._sent, peer, tag))
-            like = Header(
-                MessageKind.DATA,
-                flags=Flag.INLINE if inline else 0,
-                dtype_code=dtype.code,
-                payload_bytes=content.nbytes,
-                shape=tuple(content.shape),
+            header = key.message(
+                mesh.direction_to(place),
+                Flag.INLINE if inline else 0,
+                dtype.code,
+                content.nbytes,
+                tuple(content.shape),
             )
-            job = mesh.send(key, like, raw)
+            job = mesh.send(key, header, raw)
         except BaseException as error:
-            plane.failure.interrupted(error)
+            # With a number taken, the peer would wait for a message that does not come.
+            plane.failure.interrupted(error, foreign=key is not None)
             if not isinstance(error, StagelinkError) or stops_caller(error):
                 raise
-            raise mesh.error(what, error) from error
-        return SendWork(mesh, what, self._timeout, tensor, key, job)
+            raise mesh.error(SendWork.named(place, tag), error) from error
+        return SendWork(mesh, self._timeout.total_seconds(), tensor, key, job)
 
-    def _refused(
-        self, what: str, peer: int, tag: int, error: MessageError
-    ) -> dist.DistBackendError:
+    def _refused(self, peer: int, tag: int, error: MessageError) -> dist.DistBackendError:
         """Have the peer's receive raise as well; returns what to raise here."""
         place = self._places[peer]
+        what = SendWork.named(place, tag)
         key = MatchingKey(self._number, place, tag, self._next(self._sent, peer, tag))
         for mesh in self._meshes.values():  # one of them is the one that the peer receives on
             try:
@@ -220,24 +223,26 @@ class StagelinkGroup(WithCollectives):
 
     def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> RecvWork:
         place = self._place(peer, tag)
-        what = f"receive from rank {place} with tag {tag}"
         try:
             target = target_of(tensor)
         except MessageError as error:
-            raise self._meshes["cpu"].error(what, error) from error
+            raise self._meshes["cpu"].error(RecvWork.named(place, tag), error) from error
         mesh = self._mesh_for(target[0])
+        plane, key = mesh.plane, None
         try:
-            mesh.plane.check()
+            if plane.reader.ending:
+                plane.check()
+            plane.reader.last_call_s = time.monotonic()
             link = None if place == mesh.rank else mesh.link_from(place)
             key = MatchingKey(self._number, place, tag, self._next(self._asked, peer, tag))
             given = Given(tensor, *target)
-            work = RecvWork(mesh, what, self._timeout, given, peer, key, link)
+            work = RecvWork(mesh, self._timeout.total_seconds(), given, peer, key, link)
             mesh.box.ask(key, work)
         except BaseException as error:
-            mesh.plane.failure.interrupted(error)
+            plane.failure.interrupted(error, foreign=key is not None)
             if not isinstance(error, StagelinkError) or stops_caller(error):
                 raise
-            raise mesh.error(what, error) from error
+            raise mesh.error(RecvWork.named(place, tag), error) from error
         return work
 
     @untraced

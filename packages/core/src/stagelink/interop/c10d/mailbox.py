@@ -21,7 +21,7 @@ from stagelink.errors import ProtocolError
 from stagelink.links.arrival import Arrival
 from stagelink.links.in_link import InLink
 from stagelink.links.out_link import SendJob
-from stagelink.transport.header import Direction, Header, MessageKind
+from stagelink.transport.header import NO_TRACE, Direction, Flag, Header, MessageKind
 from stagelink.transport.modes import outside_modes
 
 _WORD = 2**32
@@ -52,6 +52,22 @@ class MatchingKey(NamedTuple):
             microbatch=self.tag,
             sequence=self.number,
         )
+
+    def message(
+        self,
+        direction: Direction,
+        flags: int,
+        dtype_code: int,
+        payload_bytes: int,
+        shape: tuple[int, ...],
+    ) -> Header:
+        """The header of the message itself."""
+        session, edge = divmod(self.group, _WORD)
+        return tuple.__new__(
+            Header,
+            (MessageKind.DATA, direction, flags, session, edge, self.tag, self.number,
+             0, dtype_code, 0, 0, payload_bytes, shape, NO_TRACE),
+        )  # fmt: skip
 
     @classmethod
     def of(cls, peer: int, header: Header) -> MatchingKey:
@@ -126,25 +142,26 @@ class Mailbox:
         header = frame.header
         arrival = Arrival(header, peer, self._on_settled)
         key = MatchingKey.of(peer, header)
-        refused = header.kind is MessageKind.REFUSED
-        if refused:
+        if header.kind is MessageKind.REFUSED:
             arrival.refusal = frame.note.decode(errors="replace")
+        is_whole = arrival.refusal is not None or header.flags & Flag.INLINE
+        if is_whole:
+            arrival.payload, arrival.settled = frame.payload, True
         with self._lock:
             if self._offered:  # it may have found room since
                 self._offered.discard(key)
             claim = self._claims.pop(key, None)
-            if claim is not None:
+            if claim is not None and not is_whole:
                 claim.meet(arrival)
                 self._claimed[arrival] = claim
             kept = claim is None and self._keep(key, arrival)
             granted = 0 if kept else self._count_asked(peer, header)
         if granted:
             self._grant(peer, granted)
-        if refused or header.inline:
-            arrival.payload = frame.payload
-            self._on_settled(arrival)
-        else:
+        if not is_whole:
             self._link_from(peer).announced(arrival, frame.note, frame.take_fds())
+        elif claim is not None:  # who waits looks again at the end of this turn of reading
+            claim.take(arrival)
 
     def _keep(self, key: MatchingKey, arrival: Arrival) -> bool:
         """With the lock: keep what nobody has asked for; False where nobody ever will."""

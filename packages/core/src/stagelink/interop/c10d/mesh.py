@@ -141,12 +141,12 @@ class Mesh:
         deadline = Deadline(self.plan.limits.connect_deadline_s)
         self.node.wiring.open_pair(peer, self.node.transports, deadline)
 
-    def send(self, key: MatchingKey, like: Header, raw: bytes | torch.Tensor) -> SendJob | None:
+    def send(self, key: MatchingKey, header: Header, raw: bytes | torch.Tensor) -> SendJob | None:
         """Send a message now, or when its receiver has room or asks for it; returns at once.
 
         Args:
             key: of the message.
-            like: its header, but for the key.
+            header: of the message.
             raw: the payload; the sender's memory, until the job is finished.
 
         Returns:
@@ -155,7 +155,6 @@ class Mesh:
         Raises:
             StagelinkError: the transport failed.
         """
-        header = key.header(self.direction_to(key.peer), like)
         if key.peer == self.rank:
             arrival = Arrival(header, self.rank)
             arrival.payload = raw

@@ -25,6 +25,13 @@ CONFIG_VARIABLE = "STAGELINK_C10D_CONFIG"
 EAGER_BYTES = 64 * 1024 * 1024
 """What a peer may send of messages that nobody has asked for, unless an option says otherwise."""
 
+INLINE_BYTES = 64 * 1024
+"""What travels in the header's frame here, unless ``control.inline_bytes`` says otherwise.
+
+A message is copied into the tensor of its receive in any case: up to this size the socket's two
+copies cost less than what it takes to pass a piece of memory and to get it back.
+"""
+
 _MEANING = {
     "c10d": ("eager_bytes",),
     "links": ("transport", "from_rank", "to_rank", "same_server", "device"),
@@ -127,6 +134,9 @@ class C10dOptions:
         pipeline = {"name": f"c10d-{device}", "schedule": "1f1b", "microbatches": 1}
         tables = {"pipeline": pipeline, "stages": stages, "tensors": tensors, **self.tables}
         tables.pop("c10d", None)
+        control = tables.get("control", {})
+        if isinstance(control, Mapping):
+            tables["control"] = {"inline_bytes": INLINE_BYTES, **control}
         try:
             return Plan.from_dict(tables)
         except PlanError as error:

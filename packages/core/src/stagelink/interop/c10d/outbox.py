@@ -44,16 +44,14 @@ class Outbox:
         Raises:
             StagelinkError: the transport failed, see `Failure.raise_blamed`.
         """
-        peer, header, plane = key.peer, job.header, self._plane
-        cost_bytes = cost_of(header)
+        peer, plane = key.peer, self._plane
         with plane.lock:
-            eager = cost_bytes <= self._granted_bytes[peer]
-            if eager:
-                self._granted_bytes[peer] -= cost_bytes
-            else:
+            left_bytes = self._granted_bytes[peer] - cost_of(job.header)
+            if left_bytes < 0:
                 self._hold(key, job)
-        if eager:
-            self._start(peer, job)
+                return
+            self._granted_bytes[peer] = left_bytes
+        self._start(peer, job)
 
     def _hold(self, key: MatchingKey, job: SendJob) -> None:
         if isinstance(job.payload, torch.Tensor):

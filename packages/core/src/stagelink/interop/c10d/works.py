@@ -45,18 +45,32 @@ class Given(NamedTuple):
 
 
 class _MessageWork(dist.Work):
-    """One message, called ``what`` in errors; for as many threads as like, and as often."""
+    """One message; for as many threads as like, and as often."""
 
     _SPAN: ClassVar[str]
     """Name of `wait` in a profiler's trace."""
 
-    def __init__(self, mesh: Mesh, what: str, timeout: timedelta, tensor: torch.Tensor) -> None:
+    _DOES: ClassVar[str]
+    """What it does, for errors."""
+
+    def __init__(
+        self, mesh: Mesh, timeout_s: float, tensor: torch.Tensor, key: MatchingKey
+    ) -> None:
         super().__init__()
         self._mesh = mesh
-        self._what = what
-        self._timeout = timeout
+        self._timeout_s = timeout_s
         self._tensor = tensor
+        self._key = key
         self._error: Exception | None = None
+
+    @classmethod
+    def named(cls, place: int, tag: int) -> str:
+        """What errors call such a message."""
+        return f"{cls._DOES} rank {place} with tag {tag}"
+
+    @property
+    def _what(self) -> str:
+        return self.named(self._key.peer, self._key.tag)
 
     @abstractmethod
     def _done(self) -> bool:
@@ -78,7 +92,8 @@ class _MessageWork(dist.Work):
                 After a time-out nothing is lost: it can be waited for again.
             TypeError: ``timeout`` is none.
         """
-        seconds = seconds_of(timeout, self._timeout)
+        default_s = self._timeout_s
+        seconds = default_s if timeout is None else seconds_of(timeout, default_s)
         try:
             with recorded(self._SPAN, self._tensor):
                 over = self._done() or self._wait(Deadline(seconds))
@@ -95,7 +110,11 @@ class _MessageWork(dist.Work):
         if self._error is not None:
             # As a new one: the same, raised again and again, would keep every caller's frames.
             raise type(self._error)(str(self._error)) from self._error.__cause__
+        self._hand_to_caller()
         return True
+
+    def _hand_to_caller(self) -> None:
+        """It is over: on a device with streams the caller's goes on after it."""
 
     def _wait(self, deadline: Deadline) -> bool:
         return self._mesh.plane.wait(self._look, deadline, self._awaited())
@@ -173,19 +192,17 @@ class SendWork(_MessageWork):
     One that is gone already has no job.
     """
 
-    _SPAN = "stagelink:send"
+    _SPAN, _DOES = "stagelink:send", "send to"
 
     def __init__(
         self,
         mesh: Mesh,
-        what: str,
-        timeout: timedelta,
+        timeout_s: float,
         tensor: torch.Tensor,
         key: MatchingKey,
         job: SendJob | None,
     ) -> None:
-        super().__init__(mesh, what, timeout, tensor)
-        self._key = key
+        super().__init__(mesh, timeout_s, tensor, key)
         self._job = job
 
     def _done(self) -> bool:
@@ -213,22 +230,20 @@ class RecvWork(_MessageWork):
     One of this rank's own comes by no link.
     """
 
-    _SPAN = "stagelink:recv"
+    _SPAN, _DOES = "stagelink:recv", "receive from"
 
-    def __init__(  # noqa: PLR0913, PLR0917 - a message's facts, used in one place
+    def __init__(
         self,
         mesh: Mesh,
-        what: str,
-        timeout: timedelta,
+        timeout_s: float,
         given: Given,
         source: int,
         key: MatchingKey,
         link: InLink | None,
     ) -> None:
-        super().__init__(mesh, what, timeout, given.tensor)
+        super().__init__(mesh, timeout_s, given.tensor, key)
         self._given = given
         self._source = source
-        self._key = key
         self._link = link
         self._after = None if link is None else link.stream.record_caller()
         self._event: StreamEvent | None = None
@@ -275,6 +290,11 @@ class RecvWork(_MessageWork):
             return
         if not has_memory(memory):
             raise MessageError("the tensor's memory was freed before the message came")
+        if self._given.in_order and memory.is_cpu:
+            # Also from bytes as they came.
+            there = payload if isinstance(payload, bytes) else payload.data_ptr()
+            ctypes.memmove(memory.data_ptr(), there, size)
+            return
         if isinstance(payload, bytes):
             payload = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         if self._link is None:
@@ -290,8 +310,6 @@ class RecvWork(_MessageWork):
         if not in_order:
             with torch.inference_mode(memory.is_inference()):
                 memory.copy_(from_bytes(payload, dtype, tuple(memory.shape)))
-        elif memory.is_cpu:
-            ctypes.memmove(memory.data_ptr(), payload.data_ptr(), payload.numel())
         else:
             to_bytes(memory, in_order=True).copy_(payload)
 
@@ -315,13 +333,9 @@ class RecvWork(_MessageWork):
 
     _source_rank = source_rank
 
-    @untraced
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait; on a device with streams the caller's goes on when the payload is there."""
-        super().wait(timeout)
+    def _hand_to_caller(self) -> None:
         if self._link is not None and self._event is not None:
             self._link.stream.hand_to_caller(self._given.memory, self._event)
-        return True
 
     @untraced
     def is_completed(self) -> bool:
