@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 
-from stagelink.testing.drivers import Subject
+from stagelink.testing.subject import Subject
 from stagelink_cupy.notes import Piece
 from stagelink_cupy.passing import End, Passing
 from stagelink_cupy.receiver import CupyReceiver

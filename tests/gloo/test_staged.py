@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stagelink.testing.conformance import TransportConformance
-from stagelink.testing.drivers import Subject
+from stagelink.testing.subject import Subject
 from stagelink_gloo import Gloo, staged
 from tests.cupy.double import CudaDouble
 from tests.cupy.machine import DoubleConfig

@@ -9,7 +9,7 @@ import torch
 
 from stagelink.errors import PeerLostError
 from stagelink.testing import LeakCheck, report, run_fresh
-from stagelink.testing.drivers import Subject
+from stagelink.testing.subject import Subject
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -1,5 +1,7 @@
 """Port of a link's end, as core makes it."""
 
+# ruff: noqa: D102 - the calls are the contract's
+
 from __future__ import annotations
 
 import math
@@ -18,7 +20,7 @@ from stagelink.errors import PeerClosedError, TransportError
 from stagelink.links.link_end import LinkEnd
 from stagelink.links.out_link import OutLink
 from stagelink.transport.buffers import BufferPool
-from stagelink.transport.contract import Link, Port
+from stagelink.transport.contract import Link
 from stagelink.transport.header import MAX_NOTE_BYTES, Header, MessageKind
 from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.streams import Stream
@@ -36,18 +38,6 @@ class Services(NamedTuple):
     rendezvous: Rendezvous
     pool: BufferPool
     window_of: Callable[[Link], int]
-
-
-def port_of(core: Services, link: Link, end: LinkEnd[Any], number: int) -> Port:
-    """Make the port of a link's end.
-
-    Args:
-        core: the rank's parts.
-        link: the link.
-        end: this rank's end of it.
-        number: what the link is called in notes between its two ranks.
-    """
-    return _Port(core, link, end, number)
 
 
 def post_for(
@@ -72,7 +62,9 @@ def post_for(
         ) from error
 
 
-class _Port:
+class LinkPort:
+    """Port of one end of a link; ``number`` is what the link is called in the two ranks' notes."""
+
     def __init__(self, core: Services, link: Link, end: LinkEnd[Any], number: int) -> None:
         self.link = link
         self._core = core

@@ -26,7 +26,7 @@ from stagelink.links.bound import Bound
 from stagelink.links.in_link import InLink
 from stagelink.links.link_end import LinkEnd
 from stagelink.links.out_link import OutLink
-from stagelink.links.port import Services, other_end, port_of, post_for
+from stagelink.links.port import LinkPort, Services, other_end, post_for
 from stagelink.links.route import InRoute, OutRoute, RouteKey
 from stagelink.plan import Edge, Plan
 from stagelink.transport.buffers import BufferPool
@@ -244,7 +244,7 @@ class Wiring:
     def _open_end(self, number: int, link: Link, transport: Transport, deadline: Deadline) -> None:
         end = self._ends[link]
         core = Services(self.plane, self.rendezvous, self.pool, self.window_of)
-        port = port_of(core, link, end, number)
+        port = LinkPort(core, link, end, number)
         with end.stream.entered():
             if isinstance(end, OutLink):
                 sender: object = transport.open_sender(link, port, deadline)

@@ -165,19 +165,12 @@ _MODULES: tuple[type[torch.nn.Module], ...] = tuple(
 )
 _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _NAMES = "BCE BCEWithLogits HingeEmbedding Huber KLDiv L1 MSE PoissonNLL SmoothL1 SoftMargin"
-_ELEMENTWISE = tuple(getattr(torch.nn, f"{name}Loss") for name in _NAMES.split())
-_ELEMENTWISE_FUNCTIONS = (
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.hinge_embedding_loss,
-    functional.huber_loss,
-    functional.kl_div,
-    functional.l1_loss,
-    functional.mse_loss,
-    functional.poisson_nll_loss,
-    functional.smooth_l1_loss,
-    functional.soft_margin_loss,
+_FUNCTION_NAMES = (
+    "binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div "
+    "l1_loss mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss"
 )
+_ELEMENTWISE = tuple(getattr(torch.nn, f"{name}Loss") for name in _NAMES.split())
+_ELEMENTWISE_FUNCTIONS = tuple(getattr(functional, name) for name in _FUNCTION_NAMES.split())
 
 
 def _is_own(module: torch.nn.Module) -> bool:

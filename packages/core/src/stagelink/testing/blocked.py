@@ -17,8 +17,6 @@ from typing import Self
 from stagelink.control.reader import Reader
 from stagelink.transport.contract import Port
 
-__all__ = ["Call", "Calls"]
-
 _READING = Reader._turn.__code__
 _MOST_LOOKS = 10
 """Looks in the time that a call has."""

@@ -26,13 +26,6 @@ from stagelink.testing.wrapping import WrappedDone, WrappedPort, WrappedSender, 
 from stagelink.transport.blocking import Finisher
 from stagelink.transport.contract import Announce, Done, Message, Port, Sender, Transport
 
-__all__ = [
-    "closes_with_a_queue",
-    "closes_without_trace",
-    "leaves_with_sends_waiting",
-    "unread_at_close",
-]
-
 _EXPLAINED_S = 0.6
 """By then a transport's failure is the handler's: a peer's death would have explained it."""
 

@@ -43,12 +43,11 @@ from stagelink.ranks.processes import RankPool, run_fresh
 from stagelink.ranks.threads import run_threads
 from stagelink.testing import closing, drivers, held_back, interruptions
 from stagelink.testing.contract_check import PATIENCE_S
+from stagelink.testing.half_way import NOTHING_TO_WAIT_FOR
 from stagelink.testing.leaks import LeakCheck
 from stagelink.testing.programs import Pass
 from stagelink.testing.subject import Subject
 from stagelink.transport.contract import Endpoint, Link, Transport, Verdict
-
-__all__ = ["TransportConformance", "ready", "runner"]
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -351,7 +350,7 @@ def runner(subject: Subject, rank_pool: RankPool) -> Callable[..., Any]:
 
 def _judge(found: Sequence[str]) -> None:
     """Fail for what a check has found; skip where it had nothing to look at."""
-    faults = [fault for fault in found if fault not in {"", interruptions.NOTHING_TO_WAIT_FOR}]
+    faults = [fault for fault in found if fault not in {"", NOTHING_TO_WAIT_FOR}]
     assert not faults, "; ".join(faults)
-    if interruptions.NOTHING_TO_WAIT_FOR in found:
-        pytest.skip(interruptions.NOTHING_TO_WAIT_FOR)
+    if NOTHING_TO_WAIT_FOR in found:
+        pytest.skip(NOTHING_TO_WAIT_FOR)

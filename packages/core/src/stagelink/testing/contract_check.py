@@ -31,8 +31,6 @@ from stagelink.transport.contract import Announce, Done, Message, Port, Receiver
 from stagelink.transport.header import Header
 from stagelink.transport.payload import payload_problem
 
-__all__ = ["PATIENCE_S", "ContractCheck", "UnfinishedError", "checked"]
-
 PATIENCE_S = 4.0
 """Seconds that a call may take which has to return at once or by a deadline: tests run on machines
 with other things to do."""

@@ -22,24 +22,6 @@ from stagelink.testing.contract_check import UnfinishedError
 from stagelink.testing.samples import awkward_tensors, difference, same_bits, tensors_of_sizes
 from stagelink.testing.subject import Subject
 
-__all__ = [
-    "Subject",
-    "echo",
-    "holds_what_it_received",
-    "keeps_sizes",
-    "numbers_arrived",
-    "opens_in_a_triangle",
-    "opens_many_edges",
-    "opens_on_threads",
-    "raises_in_user_code",
-    "receives_out_of_order",
-    "sends_both_ways_at_once",
-    "sends_for_ever",
-    "sends_values",
-    "sends_without_copy",
-    "some",
-]
-
 
 def use_once(rank: int, world_size: int, store: Store, subject: Subject) -> None:
     """Open, use and close: what a library or a device keeps for the process is there after it."""

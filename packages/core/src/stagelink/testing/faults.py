@@ -30,8 +30,6 @@ from stagelink.transport.blocking import Finisher
 from stagelink.transport.contract import Announce, Done, Message, Port, Receiver, Sender, Transport
 from stagelink.transport.header import Header
 
-__all__ = ["Corrupt", "Fail", "Gate", "Hold", "Point", "faulty"]
-
 
 class Point(enum.Enum):
     """A point in a message's life: a call of core to a transport, or one of its completions."""

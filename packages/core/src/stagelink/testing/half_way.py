@@ -39,8 +39,6 @@ from stagelink.transport.contract import Announce, Done, Message, Port, Receiver
 from stagelink.transport.header import Header
 from stagelink.transport.payload import payload_problem
 
-__all__ = ["DEADLINE_S", "NOTHING_TO_WAIT_FOR", "WORD_S", "Side", "half_way"]
-
 NOTHING_TO_WAIT_FOR = "the whole message is through before anybody waits for it"
 
 WORD_S = 20.0

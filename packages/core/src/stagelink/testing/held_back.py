@@ -20,8 +20,6 @@ from stagelink.testing.subject import Subject
 from stagelink.testing.wrapping import WrappedPort, WrappedSender, wrapped
 from stagelink.transport.contract import Port, Sender, Transport
 
-__all__ = ["falls_silent", "hears_nothing_until_all_is_sent"]
-
 _OPENING_S = 0.3
 """Hold of actions while links are being opened, which may have to wait for one."""
 

@@ -13,19 +13,8 @@ import signal
 from torch.distributed import Store
 
 from stagelink.testing.drivers import use_once
-from stagelink.testing.half_way import DEADLINE_S, NOTHING_TO_WAIT_FOR, WORD_S, half_way
+from stagelink.testing.half_way import DEADLINE_S, WORD_S, half_way
 from stagelink.testing.subject import Subject
-
-__all__ = [
-    "NOTHING_TO_WAIT_FOR",
-    "check_broken_off",
-    "check_close",
-    "check_died",
-    "check_receiver_aborts",
-    "check_sender_aborts",
-    "check_silent_receiver",
-    "check_silent_sender",
-]
 
 _FAILS_S = 1.0
 """Seconds for a receive to find that nothing comes any more."""

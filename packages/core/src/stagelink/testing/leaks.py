@@ -15,8 +15,6 @@ from stagelink.deadline import Deadline
 from stagelink.ranks.processes import RankPool
 from stagelink.ranks.worker import open_descriptors
 
-__all__ = ["KINDS", "LeakCheck", "no_leaks"]
-
 Holdings = dict[Hashable, str]
 """What a process holds of one kind: identity → what to call it in an error."""
 

@@ -23,8 +23,6 @@ from stagelink.testing.subject import Subject
 if TYPE_CHECKING:  # an extra
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["Parcel", "Pass", "follows", "programs"]
-
 _EDGES = 2
 _MICROBATCHES = 3
 _ITEMS = (0, 1, 4000, 70_000)

@@ -8,8 +8,6 @@ import torch
 
 from stagelink.plan.dtypes import DTYPES
 
-__all__ = ["awkward_tensors", "difference", "same_bits", "tensors_of_sizes"]
-
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (3, 5), (2, 1, 3, 4), (0,), (3, 0, 2))
 
 

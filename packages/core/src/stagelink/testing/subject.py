@@ -19,8 +19,6 @@ from stagelink.testing.contract_check import PATIENCE_S, ContractCheck, checked
 from stagelink.testing.synchronous import synchronous
 from stagelink.transport.contract import Capabilities, Transport
 
-__all__ = ["DEADLINE_S", "Subject"]
-
 DEADLINE_S = 15.0
 
 _PAIR = (("one", "two"),)

@@ -27,8 +27,6 @@ from stagelink.testing.wrapping import (
 from stagelink.transport.contract import Announce, Done, Message, Port, Sender, Transport
 from stagelink.transport.header import Header
 
-__all__ = ["synchronous"]
-
 _INNER = b"i"
 _TAKEN = b"t"
 

@@ -23,17 +23,6 @@ from stagelink.transport.contract import (
 )
 from stagelink.transport.header import Header
 
-__all__ = [
-    "Accept",
-    "E",
-    "WrappedDone",
-    "WrappedEnd",
-    "WrappedPort",
-    "WrappedReceiver",
-    "WrappedSender",
-    "wrapped",
-]
-
 Accept = Callable[[], torch.Tensor]
 E = TypeVar("E", bound=Sender | Receiver)
 
