@@ -186,12 +186,7 @@ def rounds(
 
 
 def _copied(
-    copy: Copier,
-    rank: int,
-    kind: str,
-    size: int,
-    count: int,
-    start_together: Callable[[], object],
+    copy: Copier, rank: int, kind: str, size: int, count: int, start_together: Callable[[], object]
 ) -> Timed:
     """The copies of one round, while the other rank rests, or does the same in ``duplex``."""
     start_together()

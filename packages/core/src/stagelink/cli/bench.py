@@ -62,11 +62,7 @@ _TITLES = {
     help="Of each measurement, one after another with the others'.",
 )
 @click.option(
-    "--json",
-    "json_file",
-    type=ResultFile(),
-    metavar="FILE",
-    help="Write the records, see above.",
+    "--json", "json_file", type=ResultFile(), metavar="FILE", help="Write the records, see above."
 )
 @click.option(
     "--plot",

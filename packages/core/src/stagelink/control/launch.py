@@ -207,9 +207,5 @@ def _address(environ: Mapping[str, str]) -> StoreAddress:
         )
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return StoreAddress.of(
-        host,
-        port,
-        f"MASTER_ADDR={host!r}",
-        f"MASTER_PORT={port!r}",
-        "agent" if agent else "tcp",
+        host, port, f"MASTER_ADDR={host!r}", f"MASTER_PORT={port!r}", "agent" if agent else "tcp"
     )

@@ -284,13 +284,7 @@ class Outgoing:
     # -- back, without credit
 
     def answer(
-        self,
-        route: OutRoute,
-        key: Key,
-        job: SendJob,
-        owed: dict[int, Any],
-        *,
-        copy: bool,
+        self, route: OutRoute, key: Key, job: SendJob, owed: dict[int, Any], *, copy: bool
     ) -> None:
         """Send a gradient, unless its peer has said goodbye and nobody asks for it there.
 

@@ -282,10 +282,7 @@ class Traffic:
                 "session, so no gradient comes back for it"
             )
         return [
-            (
-                route.back,
-                Key(self._number, route.edge.index, _BACKWARD, microbatch),
-            )
+            (route.back, Key(self._number, route.edge.index, _BACKWARD, microbatch))
             for route in routes
             if route.back is not None
         ]

@@ -167,10 +167,7 @@ def _wrong_ends(
 
 
 def _wrong_way(
-    source: str,
-    target: str,
-    stages: Mapping[str, int],
-    successors: Mapping[int, list[int]],
+    source: str, target: str, stages: Mapping[str, int], successors: Mapping[int, list[int]]
 ) -> str | None:
     if source not in stages or target not in stages or stages[target] > stages[source]:
         return None

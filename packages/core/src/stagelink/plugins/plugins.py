@@ -70,9 +70,7 @@ class Plugins:
     """
 
     def __init__(
-        self,
-        transports: Iterable[type[Transport]] = (),
-        observers: Iterable[object] = (),
+        self, transports: Iterable[type[Transport]] = (), observers: Iterable[object] = ()
     ) -> None:
         self.hooks = Relay()
         self.transports = discover(TRANSPORTS)

@@ -112,12 +112,7 @@ class ContractCheck:
                 )
 
     def quick(
-        self,
-        call: str,
-        limit_s: float = 0.0,
-        port: Port | None = None,
-        *,
-        silent: bool = False,
+        self, call: str, limit_s: float = 0.0, port: Port | None = None, *, silent: bool = False
     ) -> Call:
         """Note it if the body takes longer than its limit and the patience; see `Call`."""
         return Call(self._calls, call, limit_s, port, silent=silent)

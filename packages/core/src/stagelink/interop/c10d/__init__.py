@@ -21,11 +21,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from stagelink.interop.c10d.errors import (
-    C10dMessageError,
-    C10dMessageTypeError,
-    C10dRefusedError,
-)
+from stagelink.interop.c10d.errors import C10dMessageError, C10dMessageTypeError, C10dRefusedError
 from stagelink.interop.c10d.group import NAME, StagelinkGroup
 from stagelink.interop.c10d.options import CONFIG_VARIABLE, C10dOptions
 
