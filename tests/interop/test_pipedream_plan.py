@@ -13,7 +13,6 @@ from stagelink.interop.pipedream.topology import (
     WINDOW,
     Declaration,
     Edge,
-    Servers,
     Topology,
     plan_of,
 )
@@ -22,7 +21,7 @@ from stagelink.schedule import verify
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-GLOO = Servers("gloo", 1)
+GLOO = ("gloo", 1)
 
 
 def declarations(*stages: Sequence[int], skip: bool = False) -> list[Declaration]:
@@ -59,7 +58,7 @@ def test_ranks_in_any_order() -> None:
 def test_a_tensor_past_a_stage() -> None:
     topology = Topology.of(declarations([0, 1], [2, 3, 4], [5], skip=True))
     assert Edge("skip", 0, 2, True) in topology.edges
-    assert verify(plan_of(topology, GLOO, {})).ok
+    assert verify(plan_of(topology, *GLOO, {})).ok
 
 
 CONTRADICTIONS: list[tuple[int, dict[str, Any], str]] = [
@@ -103,7 +102,7 @@ def test_a_tensor_that_two_stages_use() -> None:
 
 def links(backend: str | None, size: int, *stages: Sequence[int]) -> list[tuple[Any, ...]]:
     """Ranks and transport of each rule."""
-    plan = plan_of(Topology.of(declarations(*stages)), Servers(backend, size), {})
+    plan = plan_of(Topology.of(declarations(*stages)), backend, size, {})
     return [
         (rule.keys.get("tensor", rule.keys.get("from_rank")), *rule.transports)
         for rule in plan.rules
@@ -131,7 +130,7 @@ def test_the_backend_within_servers_and_gloo_across() -> None:
 
 def test_the_callers_tables_go_first() -> None:
     topology = Topology.of(declarations([0], [1]))
-    plan = plan_of(topology, GLOO, {})
+    plan = plan_of(topology, *GLOO, {})
     assert (plan.window, plan.limits.deadline_s, plan.limits.first_deadline_s) == (
         WINDOW,
         600,
@@ -142,18 +141,18 @@ def test_the_callers_tables_go_first() -> None:
         "limits": {"deadline_s": 7.0},
         "links": [{"transport": "shm"}],
     }
-    plan = plan_of(topology, GLOO, tables)
+    plan = plan_of(topology, *GLOO, tables)
     assert (plan.window, plan.limits.deadline_s, plan.limits.first_deadline_s) == (5, 7, 1800)
     assert [rule.transports for rule in plan.rules] == [("shm",)]
     with pytest.raises(PlanError, match=r"the plan of PipeDream's maps: limits\.dedline_s"):
-        plan_of(topology, GLOO, {"limits": {"dedline_s": 7.0}})
+        plan_of(topology, *GLOO, {"limits": {"dedline_s": 7.0}})
 
 
 def test_the_window_is_no_bound_for_any_shape() -> None:
     for stages in ([[0]], [[*range(8)], [*range(8, 12)], [*range(12, 16)]]):
         topology = Topology.of(declarations(*stages))
         if topology.edges:
-            assert verify(plan_of(topology, GLOO, {})).ok
+            assert verify(plan_of(topology, *GLOO, {})).ok
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,10 @@ class Timed(NamedTuple):
 
 
 class Pipe(ABC):
-    """One end of what is measured.
-
-    Attributes:
-        contender: what it is.
-        rank: 0 or 1.
-    """
+    """One end of what is measured."""
 
     contender: Contender
-    rank: int
+    rank: int  # 0 or 1
 
     @abstractmethod
     def round(self, kind: str, size_bytes: int, count: int) -> AbstractContextManager[None]:

@@ -28,13 +28,11 @@ class _Group(click.Group):
     """Commands whose errors of this library end in their text."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Read the command line up to the command's name."""
         make_printable()
         with _errors_on_stderr():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was asked for."""
         with _errors_on_stderr():
             try:
                 return super().invoke(ctx)

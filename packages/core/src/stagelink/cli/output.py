@@ -104,7 +104,6 @@ class _Console(Console):
     """Measures texts as they will be printed, so that columns stay in line."""
 
     def render_str(self, text: str, **more: Any) -> Text:
-        """The text, in characters that the output has."""
         return super().render_str(printable(text, self.encoding), **more)
 
     def on_broken_pipe(self) -> None:

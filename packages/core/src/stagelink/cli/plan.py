@@ -36,7 +36,6 @@ class _Report:
     actions: Mapping[int, Sequence[Action]] | None
 
     def grid(self) -> Grid:
-        """The time slots of the session."""
         return grid(self.plan, self.result, self.actions)
 
 
@@ -86,8 +85,11 @@ def plan_command(
     plan = Plan.load(config, microbatches=microbatches)
     if write_toml is not None:
         _write_toml(config, write_toml)
+    own = None
+    if actions is not None:
+        own = parse_actions(plan, read_text(actions, "list"), where=actions)
     with plugins_print_to_stderr():
-        report = _look_at(plan, config, _own_actions(plan, actions))
+        report = _look_at(plan, config, own)
     if as_json:
         more = {"grid": grid_values(report.grid())} if with_grid else {}
         print_json({**_as_json(report), **more})
@@ -115,12 +117,6 @@ def _write_toml(config: str, target: str) -> None:
         ) from None
     except OSError as error:
         raise click.FileError(target, error.strerror) from error
-
-
-def _own_actions(plan: Plan, path: str | None) -> dict[int, list[Action]] | None:
-    if path is None:
-        return None
-    return parse_actions(plan, read_text(path, "list"), where=path)
 
 
 def _look_at(plan: Plan, config: str, actions: Mapping[int, Sequence[Action]] | None) -> _Report:

@@ -110,7 +110,6 @@ def _shared_memory(memory: Mapping[Link, Footprint]) -> str:
 
 
 def _alike(plan: Plan, links: Sequence[AssumedLink]) -> list[list[AssumedLink]]:
-    """The links in groups of one row each."""
     rows: defaultdict[Hashable, list[AssumedLink]] = defaultdict(list)
     for link in links:
         stages = plan.stage_of(link.source).index, plan.stage_of(link.target).index

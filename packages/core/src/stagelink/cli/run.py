@@ -126,7 +126,6 @@ def _check_transports(plan: Plan, args: Namespace) -> None:
 
 
 def _ranks_here(plan: Plan, args: Namespace) -> int:
-    """How many ranks this node starts."""
     nodes = _nodes(plan, args.nnodes)
     if args.nproc_per_node is None:
         share, rest = divmod(plan.world_size, nodes)
@@ -172,7 +171,6 @@ def _rank_command(args: Namespace, command: Sequence[str]) -> list[str]:
 
 
 def _launch(args: Namespace) -> None:
-    """Start this node's ranks and wait for their end."""
     with TemporaryDirectory(prefix="stagelink-run-") as folder:
         if not args.log_dir and args.redirects == args.tee == "0":
             args.log_dir = folder  # torchrun would leave one behind for each run, without any log

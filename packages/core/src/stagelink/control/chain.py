@@ -61,13 +61,9 @@ class Chain:
         self._asked = 0
 
     def explain(self, awaited: Awaited) -> str:
-        """Ask why what is waited for does not come; blocks for a second at most.
+        """Why what is waited for does not come: the end of a sentence that has said who was.
 
-        Returns:
-            The end of a sentence that has said who was waited for.
-
-        Raises:
-            StagelinkError: the handler failed meanwhile, which explains it better.
+        Asks, for a second at most; raises the failure of a handler that failed meanwhile.
         """
         peer = awaited.peer
         if peer not in self._peers:

@@ -166,11 +166,7 @@ class Generations:
         return name
 
     def follow(self, deadline: Deadline) -> str:
-        """Take this rank's place in the first generation that is not over; its name.
-
-        Raises:
-            RankTakenError, ConnectError: as `enter`.
-        """
+        """As `enter`, in the first generation that is not over."""
         found = over = ""  # over for this rank: another is to follow
 
         def joined() -> bool:

@@ -48,11 +48,7 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, text: str, argument: str = "store") -> StoreAddress:
-        """The address in a text of the form ``tcp://host:port`` or ``file:///path``.
-
-        Raises:
-            PlanError: the text has another form, or its port is none.
-        """
+        """The address in a text: ``tcp://host:port`` or ``file:///path``; else a `PlanError`."""
         given = f"{argument}={text!r}"
         if text.startswith("file:"):
             return cls("file", path=_path(text, given), given=given)

@@ -286,11 +286,7 @@ def own_address_by(control: Control, host: str | None, *, elsewhere: bool) -> Ad
 
 
 def gloo_address_by(control: Control, host: str | None, *, elsewhere: bool) -> str:
-    """The address of this host for a gloo group: that of torch's variable, else `own_address_by`.
-
-    Raises:
-        ConnectError: as `own_address_by`, and for the interface that the variable names.
-    """
+    """This host's address for a gloo group: that of torch's variable, else `own_address_by`."""
     named = named_by_variable()
     if named is None:
         return own_address_by(control, host, elsewhere=elsewhere).text

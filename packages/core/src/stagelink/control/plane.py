@@ -89,11 +89,7 @@ class Plane:
     # -- for the upper layers
 
     def handle(self, kind: MessageKind, handler: MessageHandler, *, replace: bool = False) -> None:
-        """Add one kind of message to the table, or replace its handler; before connecting.
-
-        Raises:
-            UsageError: the kind has a handler already, and ``replace`` is false.
-        """
+        """Add one kind of message to the table, or ``replace`` its handler; before connecting."""
         if kind in self._handlers and not replace:
             raise UsageError(f"rank {self.rank}: {kind.name} has a handler already")
         self._handlers[kind] = handler

@@ -68,13 +68,7 @@ class Reducer:
         plane.handle(MessageKind.REDUCE, self._on_reduce)
 
     def reduce(self, values: Sequence[float], op: str, deadline: Deadline) -> list[float]:
-        """Combine every rank's values element by element; blocks until all ranks have called.
-
-        Raises:
-            DeadlineError: a rank did not take part; it is named.
-            ProtocolError: a rank gave another number of values.
-            UsageError: there is no such ``op``.
-        """
+        """Combine all ranks' values, as `stagelink.Handler.reduce`; who takes no part is named."""
         combine = _COMBINE.get(op) if is_a(op, str) else None
         if combine is None:
             raise UsageError(f"reduce by {op!r}: it is one of {', '.join(map(repr, _COMBINE))}")

@@ -148,10 +148,9 @@ class StoreClient:
         return self._ask(lambda: work(self._open_store()), deadline)
 
     def submit(self, work: Callable[[Store], None]) -> threading.Event | None:
-        """Have a call made soon; returns at once. What it raises is logged.
+        """Have a call made soon, and what it raises logged; returns at once.
 
-        Returns:
-            An event that is set when it has ended; None where the store was given up.
+        An event that is set when it has ended; None where the store was given up.
         """
         call = _Call(lambda: self._logged(work))
         return call.done if self._enter(call) else None

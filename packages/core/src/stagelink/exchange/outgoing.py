@@ -76,17 +76,12 @@ class Outgoing:
     def send_nowait(  # noqa: C901 - no frame more for each message
         self, route: OutRoute, record: SessionRecord, key: Key, job: SendJob, *, copy: bool
     ) -> bool:
-        """Send one message if there is credit for it; never waits for a peer.
+        """Send one message if there is credit for it, else do nothing; never waits for a peer.
 
-        Args:
-            route: where to.
-            record: of its session.
-            key: what it is.
-            job: its header and payload.
-            copy: the caller may overwrite the payload as soon as this returns.
+        With ``copy`` the caller may overwrite the payload as soon as this returns.
 
         Returns:
-            Whether there was; else nothing has happened.
+            Whether there was.
 
         Raises:
             PeerClosedError: the peer has left the session or closed.
@@ -341,8 +336,7 @@ class Outgoing:
     def refused(self, routes: Sequence[OutRoute], key: Key, error: MessageError) -> MessageError:
         """Tell the peers that a message cannot be sent, and why; it takes no credit.
 
-        Returns:
-            The error for the caller, with the same text.
+        Returns the error for the caller, with the same text.
         """
         text = f"rank {self._plane.rank}: {key} of edge {routes[0].edge.name!r}: {error}"
         header = Header(

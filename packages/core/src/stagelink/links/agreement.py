@@ -22,13 +22,7 @@ Choices = Mapping[tuple[int, int, int], "Choice"]
 
 
 class Agreement:
-    """Choice of transports that this rank and its peers make alike.
-
-    Args:
-        plan: the plan.
-        plane: this rank's control plane, whose peers have all been met before `reach`.
-        rendezvous: the job's store.
-    """
+    """Choice of transports that this rank and its peers, once all are met, make alike."""
 
     def __init__(self, plan: Plan, plane: Plane, rendezvous: Rendezvous) -> None:
         self.plane = plane

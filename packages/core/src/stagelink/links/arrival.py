@@ -44,18 +44,9 @@ class Arrival:
     """
 
     __slots__ = (
-        "abandoned",
-        "after",
-        "buffer",
-        "event",
-        "header",
-        "key",
-        "on_complete",
-        "payload",
-        "peer",
-        "refusal",
-        "settled",
-    )
+        "abandoned", "after", "buffer", "event", "header", "key", "on_complete", "payload", "peer",
+        "refusal", "settled",
+    )  # fmt: skip
 
     def __init__(
         self, header: Header, peer: int, on_complete: Callable[[Any], None] | None = None

@@ -4,7 +4,7 @@ What was admitted has room at the receiver, so nothing that arrives can block a 
 comes back when the message's gradient is handed to ``recv_grad``, or, for a message without
 gradient, by the CREDIT that the receiver sends when it hands the tensor over. Counts run across
 sessions: an answer that comes late only lowers them, and what was parked in a session that was
-left still goes.
+left still goes. A peer that does not keep to it has made a `ProtocolError`.
 """
 
 from __future__ import annotations
@@ -105,10 +105,6 @@ class PeerWindow:
     time than at its sender. So a sender that keeps to its window never has more here. All but
     `free` is used under the plane's lock.
 
-    Args:
-        edge: its name, for errors.
-        peer: who sends.
-
     Attributes:
         free: called with session and microbatch of a message that is about to be answered, or
             whose gradient is; from any thread.
@@ -123,11 +119,7 @@ class PeerWindow:
         self.free: Callable[[tuple[int, int]], None] = self._unanswered.discard
 
     def enter(self, session: int, size: int) -> None:
-        """A session begins, with a window of this size. The greatest one so far holds.
-
-        Raises:
-            ProtocolError: the peer has sent more of it, or of those before, than that.
-        """
+        """A session begins, with a window of this size. The greatest one so far holds."""
         self._session = session
         if self._size is None or size > self._size:
             self._size = size
@@ -139,11 +131,7 @@ class PeerWindow:
         self._size = None
 
     def take(self, session: int, microbatch: int) -> None:
-        """A message came.
-
-        Raises:
-            ProtocolError: it came twice, or is one more than the window of its sender.
-        """
+        """A message came."""
         message = (session, microbatch)
         if message in self._unanswered:
             raise ProtocolError(

@@ -1,4 +1,4 @@
-"""A plan's file: TOML, or one of PipeDream's JSON configurations, with errors that name the place.
+"""A plan's file: TOML, or a JSON configuration of PipeDream's; a `PlanError` names the place.
 
 The latter maps modules to stages and stages to ranks, and may give each stage's warm-up
 (``stage_to_depth_map``); numbers of stages may be written as strings or, as in one of the files
@@ -43,11 +43,7 @@ def is_json(path: str | os.PathLike[str]) -> bool:
 
 
 def read_text(path: str | os.PathLike[str], what: str) -> str:
-    """The text of a file, which errors call ``what``.
-
-    Raises:
-        PlanError: it cannot be read, or is no UTF-8 text.
-    """
+    """The text of a file, which errors call ``what``."""
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -62,11 +58,7 @@ def read_text(path: str | os.PathLike[str], what: str) -> str:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """The mapping that a TOML text stands for; errors begin with ``where``.
-
-    Raises:
-        PlanError: with line and column.
-    """
+    """The mapping that a TOML text stands for; errors begin with ``where``."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -115,9 +107,6 @@ def parse_pipedream(text: str, where: str) -> dict[str, Any]:
     """The plan that a configuration of PipeDream's stands for, as a TOML reader would give it.
 
     Errors begin with ``where``, its file, and the pipeline is named after it.
-
-    Raises:
-        PlanError: with a line for everything that is wrong.
     """
     raw = _parsed(text, where)
     try:

@@ -229,11 +229,7 @@ class Plan:
         return index
 
     def check_launch(self, rank: object, world_size: object) -> None:
-        """Refuse a rank and world size that do not fit each other or the plan.
-
-        Args:
-            rank: as it was given, whatever it is; fine is an int, no bool.
-            world_size: the same.
+        """Refuse a rank and world size, of any types, that do not fit each other or the plan.
 
         Raises:
             PlanError: with a line for each thing that is wrong.
@@ -313,7 +309,6 @@ _NOT_GIVEN = "not given"
 
 
 def _fact(value: object) -> str:
-    """A value's text, equal on ranks that agree."""
     return _NOT_GIVEN if value is None else json.dumps(value, sort_keys=True)
 
 

@@ -215,13 +215,6 @@ def choose(plan: Plan, edge: Edge, source: End, target: End, ask: Asker) -> Choi
     knows of are judged, highest `Capabilities.auto_rank` first, then by name; the first is taken
     unless the hook `stagelink_select_transport` names another that can.
 
-    Args:
-        plan: the plan.
-        edge: the edge that the link carries.
-        source: the end that sends the edge's tensors.
-        target: the end that receives them.
-        ask: see `asker`.
-
     Raises:
         NoTransportError: none of those that the rule allows can carry the link.
         UnknownTransportError: the rule allows one only, and an end does not have it.

@@ -29,13 +29,7 @@ _CORE = "stagelink"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One entry point of one installed distribution.
-
-    Attributes:
-        distribution: the distribution's name.
-        version: its version.
-        entry_point: the entry point, not imported.
-    """
+    """One entry point, not imported, of one installed distribution by its name and version."""
 
     distribution: str
     version: str

@@ -105,21 +105,13 @@ class Survey:
     errors: Mapping[str, PluginError] = field(default_factory=dict)
 
     def can_connect(self, link: Link, local: Endpoint, remote: Endpoint) -> Verdict:
-        """Ask the transport of ``link``, which is usable here, about a pair of places.
-
-        Raises:
-            PluginError: its ``can_connect`` raised, or did not return a Verdict.
-        """
+        """Ask the transport of ``link``, which is usable here, about a pair of places."""
         transport = self.transports[link.transport]
         provider = f"transport {link.transport!r}"
         return _verdict(provider, "can_connect", transport.can_connect, link, local, remote)
 
     def footprint(self, name: str, window: int, message_bytes: int | None) -> Footprint | None:
-        """Ask a transport that is usable here what a link takes; see `Transport.footprint`.
-
-        Raises:
-            PluginError: it raised, or returned something else.
-        """
+        """Ask a transport that is usable here what a link takes; see `Transport.footprint`."""
         provider, transport = f"transport {name!r}", self.transports[name]
         found = attempt(provider, "footprint", transport.footprint, window, message_bytes)
         if found is None or isinstance(found, Footprint):
@@ -168,10 +160,6 @@ def survey(
 
 def parse_options(cls: type[Transport], given: Mapping[str, JsonValue]) -> Any:
     """Make an instance of ``cls.Options``; unknown keys and wrong types are refused.
-
-    Args:
-        cls: a transport that was loaded.
-        given: the table's keys and values; empty where the plan has no such table.
 
     Raises:
         PlanError: one line per problem with ``transports.NAME.key``, the value and what is

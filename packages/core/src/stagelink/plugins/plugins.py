@@ -36,13 +36,7 @@ from stagelink.transport.contract import Transport
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A transport that is installed, or registered, and cannot be used.
-
-    Attributes:
-        name: its name.
-        found: the distributions that provide it.
-        error: what is wrong with it.
-    """
+    """A transport that cannot be used: its name, the distributions that provide it, and why."""
 
     name: str
     found: tuple[Found, ...]
@@ -66,7 +60,8 @@ class Plugins:
         observers: the installed observers.
 
     Raises:
-        PluginError: a class or observer that was given is wrong.
+        PluginError: from every call; what was given or asked for is wrong, disabled, or provided
+            twice.
     """
 
     def __init__(
@@ -88,11 +83,7 @@ class Plugins:
         return sorted({*self.transports.by_name, *self._registered})
 
     def register(self, cls: type[Transport]) -> None:
-        """Add a transport class in code, for this handler and this process.
-
-        Raises:
-            PluginError: it cannot be a transport, its name is core's own, or another class has it.
-        """
+        """Add a transport class in code, for this handler and this process."""
         problems = transport_problems(cls)
         if problems:
             raise broken(f"the transport {cls!r} registered in code", problems)
@@ -103,22 +94,14 @@ class Plugins:
             raise conflict(cls.name, [_in_code(other), _in_code(cls)])
 
     def observe(self, observer: object) -> None:
-        """Add an observer in code: a module, or an object with hook implementations as methods.
-
-        Raises:
-            PluginError: it has no hook implementation, or a wrong one.
-        """
+        """Add an observer in code: a module, or an object with hook implementations as methods."""
         problems = plugin_problems(observer)
         if problems:
             raise broken(f"the observer {observer!r} given in code", problems)
         self.hooks.add(observer, f"observer {observer!r}")
 
     def load_observers(self, names: Iterable[str]) -> None:
-        """Import the observers that a plan lists, in its order.
-
-        Raises:
-            PluginError: one is not installed, disabled, provided twice or broken.
-        """
+        """Import the observers that a plan lists, in its order."""
         for name in names:
             if name not in self.observers.by_name:
                 raise PluginError(self.observers.absent("observer", name, self.observers.by_name))
@@ -130,7 +113,6 @@ class Plugins:
 
         Raises:
             UnknownTransportError: nothing here provides it, or it is disabled.
-            PluginError: it is broken, or provided more than once.
         """
         if name in self._registered:
             return self._sole_registered(name)

@@ -43,8 +43,7 @@ def attempt(
 ) -> Any:
     """Call a function of a plugin, ``what`` of ``who`` in words; ``hint`` is a remedy.
 
-    Raises:
-        PluginError: it raised, or would have ended the process.
+    What it raises, or would end the process with, becomes a `PluginError`.
     """
     try:
         return function(*given)
@@ -115,9 +114,6 @@ def plugin_problems(plugin: object, trial: pluggy.PluginManager | None = None) -
 
     It is tried on ``trial``, a manager without plugins, and stays there where it has no problem; a
     handler's own is none, since one that is refused would leave its trace.
-
-    Returns:
-        One text per problem, each with its remedy; empty where there is none.
     """
     if inspect.isclass(plugin):
         return [
@@ -195,9 +191,6 @@ def transport_problems(candidate: object) -> list[str]:
     Checks what can be seen without making an instance: that it is a concrete subclass of
     `Transport`, written for this version of the contract, with a name, capabilities and options of
     the right form and methods that take the contract's arguments by position.
-
-    Returns:
-        One text per problem, each with its remedy; empty where there is none.
     """
     if isinstance(candidate, Transport):
         name = type(candidate).__qualname__

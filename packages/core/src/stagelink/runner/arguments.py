@@ -226,8 +226,7 @@ def check_trainable(comm: Handler, trained: Trained, loss: object, steppers: Ste
 def agree(comm: Handler, settings: Mapping[str, object]) -> None:
     """Make sure that every rank gives its runner the same; blocks until all have called.
 
-    Raises:
-        DisagreementError: a setting differs.
+    Raises `DisagreementError` for the setting that differs.
     """
     own = [float(zlib.crc32(repr(value).encode())) for value in settings.values()]
     found = comm.reduce([*own, *(-value for value in own)], "max")
@@ -240,11 +239,7 @@ def agree(comm: Handler, settings: Mapping[str, object]) -> None:
 
 
 def check_batches(comm: Handler, batches: Any, *, first: bool) -> Iterable[object]:
-    """Make sure that a first stage is given something to take batches from.
-
-    Returns:
-        The batches; none elsewhere, where they are left out.
-    """
+    """The batches, if a first stage can take some from them; none elsewhere, if left out."""
     if not first:
         return () if batches is None else batches
     if batches is None:

@@ -34,7 +34,7 @@ class Names:
         produces: tensors that go to other stages, in the plan's order.
 
     Raises:
-        UsageError: module and plan do not fit.
+        UsageError: module and plan do not fit; or, from its calls, what these are given.
     """
 
     def __init__(
@@ -54,11 +54,7 @@ class Names:
             self._check_received()
 
     def of_batch(self, batch: Mapping[str, object], *, scored: bool = True) -> dict[str, object]:
-        """The entries of a batch that this first stage has a use for; it may have others.
-
-        Raises:
-            UsageError: one that the module requires, or the target of the loss, is missing.
-        """
+        """The entries of a batch that this first stage has a use for; it may have others."""
         bound = self._bound(batch)
         given = {to: name for name, to in self._renamed.items()}
         wanted = {given.get(to, to) for to in self._missing(bound)} | self._renamed.keys()
@@ -85,9 +81,6 @@ class Names:
         """Tensors that the stage sends, by name.
 
         A tensor that the module does not return, alone or in a mapping, is taken from the batch.
-
-        Raises:
-            UsageError: the result lacks a tensor that the stage produces, or has another.
         """
         found = {**self._passing(tensors), **self._named(result, tensors)}
         missing = [name for name in self.produces if name not in found]
@@ -140,7 +133,6 @@ class Names:
         return name != TARGET or not (self.first or self.last)
 
     def _missing(self, bound: Mapping[str, str]) -> set[str]:
-        """Required parameters that get nothing."""
         return set(self._parameters.required.difference(bound.values()))
 
     def _remedy(self, missing: Iterable[str]) -> str:
@@ -171,7 +163,6 @@ class Names:
             )
 
     def _check_arguments(self) -> None:
-        """The plan's ``arguments`` name parameters that there are."""
         known = self._parameters.named
         for name, to in self._renamed.items():
             if to not in known and not self._parameters.takes_any_name:

@@ -121,9 +121,6 @@ class OptimizerStep:
 
         Waits for every rank: with a bound, where the loss says what it counted, and in the first
         batch, to hear whether it does.
-
-        Raises:
-            UsageError: the loss does not keep to one kind of result, or its weights make no sense.
         """
         self._scale_counted(clock, counted)
         for parameter, before in zip(self._beside, self._set_aside, strict=True):

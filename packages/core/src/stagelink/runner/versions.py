@@ -71,11 +71,7 @@ class Versions:
         return len(self._copies)
 
     def forward_on(self, version: int) -> Callable[..., Any]:
-        """The module with the weights of a version, for one microbatch's forward in training.
-
-        Raises:
-            RuntimeError: that version is not there any more, or not yet.
-        """
+        """The module with the weights of a version, for one microbatch's forward in training."""
         if version != self.newest and version not in self._copies:
             raise RuntimeError(f"weights of version {version}: the newest is {self.newest}")
         if self._direct:

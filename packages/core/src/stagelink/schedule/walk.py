@@ -47,15 +47,12 @@ class _Tokens:
             self._count += max(of_edge[:microbatches], default=-1) + 1
 
     def message(self, edge: int, microbatch: int) -> int:
-        """A message that has arrived."""
         return edge * self._microbatches + microbatch
 
     def gradient(self, edge: int, microbatch: int) -> int:
-        """A gradient that has arrived, of a message that went along the edge."""
         return self._gradients + edge * self._microbatches + microbatch
 
     def release(self, rank: int) -> int:
-        """The rank's release from the barrier of its stage's replicas."""
         return self._releases + rank
 
     def credit(self, edge: int, microbatch: int) -> int:

@@ -310,7 +310,6 @@ class _Sender(_End[Sender], WrappedSender):
 
     @property
     def rooms(self) -> int:
-        """How often it has said that it has room."""
         return cast("_Port", self.port).rooms
 
     def end(self) -> None:

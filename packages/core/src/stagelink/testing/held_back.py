@@ -72,11 +72,9 @@ class _Held:
         self._senders: list[_Sender] = []
 
     def wrap(self, transport: type[Transport]) -> type[Transport]:
-        """Make a transport whose ends are told nothing before `release`."""
         return wrapped(transport, f"held-{transport.name}", sender=self._sender, port=self._port)
 
     def release(self) -> None:
-        """Tell them all."""
         self.released = True
         for sender in self._senders:
             sender.port.call(sender.give_notes)

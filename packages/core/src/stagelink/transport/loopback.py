@@ -43,18 +43,15 @@ class _Mailbox:
         self._lock = threading.Lock()
 
     def put(self, message: torch.Tensor) -> None:
-        """Add a message, unless nobody will take it."""
         with self._lock:
             if not self._closed:
                 self._messages.append(message)
 
     def take(self) -> torch.Tensor | None:
-        """The oldest message; None after `close`."""
         with self._lock:
             return self._messages.popleft() if self._messages else None
 
     def close(self) -> None:
-        """Nobody will take any more, or nobody will be given any."""
         with self._lock:
             self._closed = True
             self._messages.clear()

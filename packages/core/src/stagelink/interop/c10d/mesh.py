@@ -164,11 +164,7 @@ class Mesh:
         return None if job.finished else job
 
     def refuse(self, key: MatchingKey, text: str) -> None:
-        """Have the receive of this message raise.
-
-        Raises:
-            StagelinkError: the group has failed, or the peer has closed.
-        """
+        """Have the receive of this message raise."""
         header = key.header(self.direction_to(key.peer), Header(MessageKind.REFUSED))
         if key.peer == self.rank:
             arrival = Arrival(header, self.rank)

@@ -24,7 +24,6 @@ from stagelink.interop.pipedream.topology import (
     RANKS,
     RANKS_BY_NAME,
     Declaration,
-    Servers,
     Topology,
     limits_of,
     plan_of,
@@ -178,7 +177,7 @@ class CommunicationHandler:
             if ranks_in_next_stage:
                 send_ranks[name] = ranks_in_next_stage
         if topology.edges:
-            plan = plan_of(topology, Servers(self.backend, self.num_ranks_in_server), self.tables)
+            plan = plan_of(topology, self.backend, self.num_ranks_in_server, self.tables)
             self._comm = connect(
                 plan,
                 rank=self.rank,

@@ -40,10 +40,7 @@ class Meeting:
         store: the job's store, for those that connect.
 
     Raises:
-        PlanError: rank and world size do not fit each other, or the address is none.
-        UsageError: the default process group exists already.
-        ConnectError: rank 0 cannot hold the port, or does not answer there; or ranks did not
-            come, and are named.
+        PlanError, UsageError, ConnectError: as `CommunicationHandler`.
         RankTakenError: another process has this rank.
     """
 
@@ -177,7 +174,6 @@ class _GlooGroup(ExplainedGroup):
     send = explained("send")
 
     def getBackendName(self) -> str:
-        """`BACKEND`."""
         return BACKEND
 
     def explain(self, error: RuntimeError) -> BaseException:

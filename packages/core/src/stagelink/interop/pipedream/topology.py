@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from stagelink.arguments import Expected
 from stagelink.errors import PlanError
@@ -258,13 +258,6 @@ def _shown(value: object) -> str:
 # -- the plan
 
 
-class Servers(NamedTuple):
-    """Transports by the handler's arguments ``backend`` and ``num_ranks_in_server``."""
-
-    backend: str | None
-    ranks_in_server: int
-
-
 def channel(name: str, source: int, target: int) -> str:
     """The plan's name for a tensor between two ranks."""
     return f"{name} {source}>{target}"
@@ -281,7 +274,12 @@ def limits_of(tables: Mapping[str, Any]) -> Limits:
     return Plan.from_dict(stand_in, where="CommunicationHandler.tables").limits
 
 
-def plan_of(topology: Topology, servers: Servers, tables: Mapping[str, Mapping[str, Any]]) -> Plan:
+def plan_of(
+    topology: Topology,
+    backend: str | None,
+    ranks_in_server: int,
+    tables: Mapping[str, Mapping[str, Any]],
+) -> Plan:
     """The plan that all ranks make for themselves; tables of a plan's file go before it."""
     pairs = [
         (edge, source, target)
@@ -311,17 +309,16 @@ def plan_of(topology: Topology, servers: Servers, tables: Mapping[str, Mapping[s
             }
             for edge, source, target in pairs
         ],
-        "links": tables.get("links", [*_rules(pairs, servers)]),
+        "links": tables.get("links", [*_rules(pairs, backend, ranks_in_server)]),
     }
     return Plan.from_dict(document, where="the plan of PipeDream's maps")
 
 
 def _rules(
-    pairs: Sequence[tuple[Edge, int, int]], servers: Servers
+    pairs: Sequence[tuple[Edge, int, int]], backend: str | None, size: int
 ) -> Iterable[Mapping[str, Any]]:
-    """The backend within servers, but for acks; Gloo across."""
-    inside = servers.backend if servers.backend in {"nccl", _ACROSS} else "auto"
-    size = servers.ranks_in_server
+    """The backend within servers of a size, but for acks; Gloo across."""
+    inside = backend if backend in {"nccl", _ACROSS} else "auto"
     ends = {(source, target) for _, source, target in pairs}
     together = {pair for pair in ends if size > 1 and pair[0] // size == pair[1] // size}
     if inside == _ACROSS:
