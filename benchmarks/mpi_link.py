@@ -26,9 +26,8 @@ from torch.distributed import FileStore
 from tqdm import tqdm
 
 from stagelink.bench import SIZES_BYTES, Measurement, Record
-from stagelink.bench.pipes import buffers_of
+from stagelink.bench.pipes import ONE_WAY_READ, Contender, buffers_of
 from stagelink.bench.raw import COPIERS, PostedPipe
-from stagelink.bench.records import ONE_WAY_READ, Contender
 from stagelink.bench.rounds import pin, pipes_of, records_of, rounds
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]

@@ -17,8 +17,7 @@ from measuring import record
 from torch.distributed import Store, rpc
 
 from stagelink.bench import SIZES_BYTES
-from stagelink.bench.pipes import IN_FLIGHT, buffers_of
-from stagelink.bench.records import Contender, Record
+from stagelink.bench.pipes import IN_FLIGHT, Contender, Record, buffers_of
 from stagelink.bench.rounds import pin
 from stagelink.testing import RankPool
 

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from stagelink.bench import plot
-from stagelink.bench.records import KINDS, Contender, Record
+from stagelink.bench.pipes import KINDS, Contender, Record
 from stagelink.cli import bench
 from stagelink.ranks.outcome import Outcome, RankFailedError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner, Result
 
-from stagelink.bench.records import KINDS, Contender, Record
+from stagelink.bench.pipes import KINDS, Contender, Record
 from stagelink.cli import bench, main
 from stagelink.cli.output import printable
 

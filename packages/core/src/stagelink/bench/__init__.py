@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stagelink.bench.handled import pair_plan
-from stagelink.bench.records import Record
+from stagelink.bench.pipes import Record
 from stagelink.bench.rounds import SIZES_BYTES, Measurement, measure
 
 __all__ = ["SIZES_BYTES", "Measurement", "Record", "measure", "pair_plan"]

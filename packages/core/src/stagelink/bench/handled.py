@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
-from stagelink.bench.records import Contender
+from stagelink.bench.pipes import IN_FLIGHT, Contender, Pipe, buffers_of
 from stagelink.control.connection import Frame
 from stagelink.deadline import Deadline
 from stagelink.exchange.engine import Engine

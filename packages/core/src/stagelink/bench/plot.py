@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from stagelink.bench.records import Record
+from stagelink.bench.pipes import Record
 
 _PANELS = (
     ("one_way", "median_us", "one way, µs"),
@@ -17,12 +17,7 @@ _PANELS = (
 
 
 def draw(records: Sequence[Record], path: str) -> None:
-    """Draw a panel for each kind that was measured, in the form that the file's name says.
-
-    Raises:
-        ValueError: the name says no form that matplotlib knows.
-        OSError: the file cannot be written.
-    """
+    """Draw a panel for each kind that was measured, in the form that the file's name says."""
     measured = {record.kind for record in records}
     panels = [panel for panel in _PANELS if panel[0] in measured]
     figure = Figure(figsize=(5 * len(panels), 5), layout="constrained")

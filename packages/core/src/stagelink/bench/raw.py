@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagelink.bench.pipes import IN_FLIGHT, Pipe, buffers_of
-from stagelink.bench.records import ONE_WAY_READ, Contender
+from stagelink.bench.pipes import IN_FLIGHT, ONE_WAY_READ, Contender, Pipe, buffers_of
 
 Copier = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies to its first argument what is in its second."""

@@ -17,9 +17,18 @@ from torch.distributed import Store
 from tqdm import tqdm
 
 from stagelink.bench.handled import WINDOW, HandlerPipe, LinkPipe, pair_plan
-from stagelink.bench.pipes import IN_FLIGHT, Pipe, Timed, read, timed
+from stagelink.bench.pipes import (
+    IN_FLIGHT,
+    KINDS,
+    ONE_WAY_READ,
+    Contender,
+    Pipe,
+    Record,
+    Timed,
+    read,
+    timed,
+)
 from stagelink.bench.raw import COPIERS, Copier, RawPipe, copy_once
-from stagelink.bench.records import KINDS, ONE_WAY_READ, Contender, Record
 from stagelink.control.launch import Launch
 from stagelink.deadline import Deadline
 from stagelink.exchange.connect import join

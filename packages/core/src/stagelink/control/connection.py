@@ -254,8 +254,7 @@ class Connection:
     def read(self) -> Iterable[Frame]:
         """The frames that have arrived; sets `ended` at the end of the stream. Never blocks.
 
-        Raises:
-            ProtocolError: the bytes are no frames of this protocol; also while they are iterated.
+        Raises `ProtocolError`, also while they are iterated, for bytes that are no frames.
         """
         if not self._framing.trusted:
             return self._read_stranger()

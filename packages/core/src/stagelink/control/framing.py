@@ -92,14 +92,9 @@ class Framing:
         return (tuple.__new__(Frame, (header, data[HEADER_BYTES:split], data[split:], [])),)
 
     def feed(self, data: bytes, first: Header | None = None) -> Iterator[Frame]:
-        """Yield the frames that are complete with these bytes.
+        """Yield the frames that are complete with these bytes; a ``first`` header may be given.
 
-        Args:
-            data: the bytes.
-            first: their first frame's header, where that was looked at.
-
-        Raises:
-            ProtocolError: the bytes are no frames of this protocol, or no stranger's HELLO.
+        Raises `ProtocolError` where they are no frames, or no stranger's HELLO.
         """
         if self._held or not self.trusted:
             self._held += data

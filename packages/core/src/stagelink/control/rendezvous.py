@@ -36,7 +36,6 @@ class Rendezvous:
     Args:
         client: of the job's store; owned from now on.
         run: run id and plan name.
-        rank, world_size: this rank, and how many there are.
         restarts: see `stagelink.control.launch.Launch`.
         patience_s: for calls that nobody gave a deadline.
 

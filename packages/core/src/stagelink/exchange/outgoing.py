@@ -34,7 +34,6 @@ class Outgoing:
     """Sending side of this rank.
 
     Args:
-        node: this rank.
         sessions: who can still take it.
         observe: called with each event; None where nobody observes.
         trace: asked for each message's trace context; None: they carry none.
@@ -125,11 +124,7 @@ class Outgoing:
     def send(
         self, route: OutRoute, key: Key, job: SendJob, deadline: Deadline, *, copy: bool
     ) -> None:
-        """Wait for credit, and send one message for which there was none; as `send_nowait`.
-
-        Raises:
-            DeadlineError: no credit came.
-        """
+        """Wait for credit, and send one message for which there was none; as `send_nowait`."""
         window = route.window
         try:
             waited_s = self._wait_credit(route, window, key, deadline)

@@ -182,12 +182,9 @@ class WithCollectives(ExplainedGroup):
     def _add_collectives(
         self, given: Any, store: Store, ranks: Sequence[int], address: str
     ) -> None:
-        """Make the groups that carry them out; blocks until all ranks have come.
+        """Make the groups that carry them out; blocks until all have come, or names who has not.
 
         Only these ranks share the store, for this. Gloo's others reach this rank at the address.
-
-        Raises:
-            ConnectError: some have not come within the group's time-out; they are named.
         """
         came = dist.PrefixStore("came", store)
         came.set(str(given.group_rank), "")

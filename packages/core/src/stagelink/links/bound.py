@@ -31,11 +31,7 @@ class Bound(NamedTuple):
         return cls(here, "the memory of this machine")
 
     def check(self, link: Link, header: Header) -> None:
-        """Raise if a link cannot bring such a message.
-
-        Raises:
-            ProtocolError: it is too large.
-        """
+        """Raise `ProtocolError` if a link cannot bring so large a message."""
         if header.payload_bytes > self.most_bytes:
             raise ProtocolError(
                 f"{link}: a header of microbatch {header.microbatch} with payload_bytes = "
@@ -47,8 +43,7 @@ class Bound(NamedTuple):
 def check_declared(edge: Edge, header: Header) -> None:
     """Hold the header of a tensor, or of its gradient, against what the plan declares.
 
-    Raises:
-        ProtocolError: it is none that a rank with this plan sends.
+    Raises `ProtocolError` where no rank with this plan sends such a one.
     """
     declared, dtype, shape = edge.tensor, header.dtype.name, header.shape
     if declared.dtype not in {None, dtype}:

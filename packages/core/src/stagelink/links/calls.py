@@ -73,11 +73,7 @@ def _device_here() -> Callable[[], AbstractContextManager[object]]:
 
 
 def raise_mapped(what: str, error: BaseException) -> NoReturn:
-    """Raise `mapped`; but as it is what a signal handler raised while the transport was at work.
-
-    Raises:
-        BaseException: always.
-    """
+    """Raise `mapped`; but as it is what a signal handler raised while the transport worked."""
     if isinstance(error, StagelinkError) or stops_caller(error):
         raise error
     raise mapped(what, error) from error

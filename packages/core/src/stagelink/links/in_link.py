@@ -33,8 +33,6 @@ class InLink(LinkEnd[Arrival]):
     """The receiving end of one link.
 
     Args:
-        link: what it connects.
-        capabilities: of its transport.
         stream: where receive buffers come from, and what is done is queued.
         bound: how large a payload may be.
         changed, fail: see `LinkEnd`.

@@ -42,18 +42,11 @@ class Node:
     """The parts of a rank that do not know what a message is.
 
     Args:
-        plan: the plan.
-        rank: this rank.
-        plugins: the transports and observers.
-        rendezvous: the job's store.
         hosts_store: whether this process must outlast the others for it.
         on_ready: see `Wiring`.
 
     Attributes:
         plan, rank, rendezvous: as given.
-        hooks: the observers'.
-        plane: the control plane.
-        wiring: the links.
         transports: by name, once it has met its peers.
         on_close: called, in order, when closing begins: nobody sends or asks for anything any
             more. Each returns at once.

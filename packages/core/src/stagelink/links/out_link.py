@@ -55,8 +55,6 @@ class OutLink(LinkEnd[SendJob]):
     """The sending end of one link.
 
     Args:
-        link: what it connects.
-        capabilities: of its transport.
         announce: sends a header with a note and descriptors to the peer.
         stream: makes copies of payloads; what is done is queued there.
         changed: called when a job is finished.

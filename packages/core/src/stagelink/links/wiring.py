@@ -40,11 +40,6 @@ class Wiring:
     """The links of one rank.
 
     Args:
-        plan: the plan.
-        rank: this rank.
-        plane: its control plane.
-        pool: receive buffers.
-        rendezvous: the job's store.
         on_ready: called with each peer that has opened, or begins to open, its links with this
             rank; None: `open` waits for all of them.
 

@@ -94,9 +94,6 @@ def diagonal(replicas: Sequence[int]) -> list[tuple[int, ...]]:
     each next replica takes them by ``f`` and then by ``r``, which is the order of their global
     numbers. Every replica of the one talks to every replica of the other, where round robin needs
     the least common multiple of pairs.
-
-    Raises:
-        PlanError: they repeat too late.
     """
     tables = [tuple(range(replicas[0]))]
     for count, next_count in pairwise(replicas):

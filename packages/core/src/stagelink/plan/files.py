@@ -28,11 +28,7 @@ from stagelink.text import ranges, shown
 
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The plan's mapping: of a TOML file, or as a PipeDream configuration (``.json``) stands for.
-
-    Raises:
-        PlanError: the file cannot be read, or is not what its name says.
-    """
+    """The plan's mapping, of a TOML file or of a PipeDream configuration (``.json``)."""
     parse = parse_pipedream if is_json(path) else parse_toml
     return parse(read_text(path, "plan"), os.fspath(path))
 

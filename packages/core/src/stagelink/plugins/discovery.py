@@ -71,11 +71,7 @@ class Installed:
         return [found for found in self.by_name[name] if not found.shipped]
 
     def sole(self, name: str) -> Found:
-        """The one plugin of a name that is in ``by_name``; core's own where it ships one.
-
-        Raises:
-            PluginError: several distributions provide it.
-        """
+        """The one plugin of a name that is in ``by_name``; core's own where it ships one."""
         found = self.by_name[name]
         candidates = [one for one in found if one.shipped] or found
         if len(candidates) > 1:

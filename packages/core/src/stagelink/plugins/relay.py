@@ -15,7 +15,7 @@ from stagelink.transport.interrupts import stops_caller
 
 
 class Relay:
-    """The hooks of one handler's plugins; each call raises `PluginError` where one raised."""
+    """The hooks of one handler's plugins; `PluginError` says who raised, or answered wrongly."""
 
     def __init__(self) -> None:
         self._manager = new_manager()
@@ -36,11 +36,7 @@ class Relay:
         return bool(self._manager.hook.stagelink_trace.get_hookimpls())
 
     def select_transport(self, link: Link, candidates: Sequence[str]) -> str | None:
-        """Ask the plugins to choose among the candidates; None where none has an opinion.
-
-        Raises:
-            PluginError: a plugin answered with something that is no candidate.
-        """
+        """Ask the plugins to choose among the candidates; None where none has an opinion."""
         hook = "stagelink_select_transport"
         answer: str | None = self._call(hook, link=link, candidates=candidates)
         if answer is None or answer in candidates:
@@ -63,11 +59,7 @@ class Relay:
         self._call("stagelink_event", event=event)
 
     def trace(self, link: Link, edge: str, header: Header) -> bytes:
-        """Ask for the trace context of a message; `NO_TRACE` where none is given.
-
-        Raises:
-            PluginError: a plugin answered with something else than such a context.
-        """
+        """Ask for the trace context of a message; `NO_TRACE` where none is given."""
         hook = "stagelink_trace"
         answer: object = self._call(
             hook,

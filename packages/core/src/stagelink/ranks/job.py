@@ -42,11 +42,7 @@ class Job:
 
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Job:
-        """Describe a call.
-
-        Raises:
-            UsageError: the function does not stand at the top level of a module's file.
-        """
+        """Describe a call of a function at the top level of a module's file; else `UsageError`."""
         name = function.__qualname__
         file = getattr(sys.modules.get(function.__module__), "__file__", None)
         if "<" in name or file is None:

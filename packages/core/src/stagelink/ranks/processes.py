@@ -40,10 +40,7 @@ LIMIT_S = 600.0
 class RankProcesses(Generic[T]):
     """One function that runs on one process per rank. A context manager: at its end all are gone.
 
-    Args:
-        job: what they run.
-        workers: one idle process per rank.
-        limit_s: seconds after which a process ends itself, should nobody be there to do it.
+    A process ends itself after ``limit_s``, should nobody be there to do it.
     """
 
     def __init__(self, job: Job, workers: Sequence[Worker], limit_s: float = LIMIT_S) -> None:

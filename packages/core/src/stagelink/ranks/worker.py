@@ -76,11 +76,7 @@ class Worker:
         return self.process.ident or 0
 
     def wait_ready(self) -> None:
-        """Block until the process takes tasks.
-
-        Raises:
-            ConnectError: it ended instead, or was not there after `START_S`.
-        """
+        """Block until the process takes tasks, for `START_S`; `ConnectError` where it does not."""
         if self.connection.poll(START_S):
             try:
                 self.connection.recv_bytes()

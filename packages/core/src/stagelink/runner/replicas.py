@@ -126,8 +126,7 @@ class ReplicaGroup:
     def agree(self, digest: bytes, otherwise: str) -> None:
         """Make sure that all replicas call with the same bytes, as many on each.
 
-        Raises:
-            DisagreementError: they differ, which means ``otherwise``; on every replica.
+        Else `DisagreementError` on every replica, which means ``otherwise``.
         """
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         all_ = torch.empty(self.size * len(digest), dtype=torch.uint8, device="cpu")

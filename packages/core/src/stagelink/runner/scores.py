@@ -51,9 +51,6 @@ class Scores:
     ``"sum"`` it weighs 1.
 
     Args:
-        loss: the loss.
-        reduction: how it makes one number of many items.
-        metrics: by name.
         trains: whether `finish_batch` is called behind each batch, for its gradients.
         apart: whether each microbatch's mean counts for itself, as in an asynchronous schedule.
 
@@ -90,9 +87,6 @@ class Scores:
 
         Returns:
             Its share of the batch's loss, to go backward from.
-
-        Raises:
-            UsageError: loss or metric is not one number.
         """
         result = self._loss(output, target)
         self.backward_done = isinstance(result, BackwardDone)

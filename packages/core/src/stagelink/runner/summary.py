@@ -83,8 +83,7 @@ class Clock:
         comm: the handler, which counts what sends wait for room.
 
     Attributes:
-        computing: see `Shares`.
-        waiting: see `Shares`.
+        computing, waiting: see `Shares`.
         sending: with the waits for room, which `fractions` moves to where they belong.
     """
 

@@ -26,7 +26,6 @@ class Versions:
     Backwards come in the order of forwards.
 
     Args:
-        module: the stage's module.
         direct: every forward is followed by its backward before the next update, and meets the
             newest version: then no copies are needed.
         two: forwards may meet the version before the newest, which is kept for them.

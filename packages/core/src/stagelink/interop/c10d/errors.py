@@ -39,12 +39,7 @@ def error_like(error: BaseException, text: str) -> dist.DistBackendError:
 
 
 def one_tensor(tensors: object) -> torch.Tensor:
-    """The tensor of a list of one, as c10d's calls take it.
-
-    Raises:
-        TypeError: it is no list of a tensor.
-        ValueError: there is none in it, or more.
-    """
+    """The tensor of a list of one, as c10d's calls take it; else TypeError or ValueError."""
     if type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
         return tensors[0]  # the usual case, for every message
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
@@ -68,11 +63,7 @@ def whole(what: str, number: object) -> int:
 
 
 def seconds_of(timeout: object, default_s: float) -> float:
-    """Convert a time-out to seconds; None and 0 mean the group's, as in c10d.
-
-    Raises:
-        TypeError: it is neither a timedelta nor a number of seconds.
-    """
+    """Convert a time-out to seconds; None and 0 mean the group's, as in c10d. Else TypeError."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     elif timeout is None:

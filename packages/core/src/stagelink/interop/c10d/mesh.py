@@ -38,18 +38,14 @@ _MAX_TEXT_BYTES = 64 * 1024
 
 
 class Mesh:
-    """One rank's end of it; blocks until all others have come.
+    """One rank's end of it; blocks until all others have come. Raises as `stagelink.connect`.
 
     Args:
         plan: see `stagelink.interop.c10d.options.C10dOptions.plan`.
         ranks: what the group's ranks are called, by their places in it.
-        rank: this rank's place.
         store: one that only meshes of these ranks share; one after the other may.
         patience_s: for the others to come.
         eager_bytes: what each peer may send to this rank before it is asked for, see `Mailbox`.
-
-    Raises:
-        StagelinkError: as `stagelink.connect`.
     """
 
     def __init__(

@@ -90,11 +90,7 @@ class C10dOptions:
 
     @property
     def eager_bytes(self) -> int:
-        """Bytes that a peer may send before this rank asks, see `stagelink.interop.c10d.mailbox`.
-
-        Raises:
-            PlanError: it is no such number.
-        """
+        """Bytes that a peer may send before this rank asks, see `mailbox`; else `PlanError`."""
         table: object = self.tables.get("c10d", {})
         if not isinstance(table, Mapping):
             raise PlanError(f"c10d options: c10d: {shown(table)}: must be a table")

@@ -39,11 +39,7 @@ class Outbox:
         plane.goodbyes.hold(self._busy)
 
     def post(self, key: MatchingKey, job: SendJob) -> None:
-        """Send a message to a peer, now or when there is room for it there; returns at once.
-
-        Raises:
-            StagelinkError: the transport failed, see `Failure.raise_blamed`.
-        """
+        """Send a message to a peer, now or when there is room for it there; returns at once."""
         peer, plane = key.peer, self._plane
         with plane.lock:
             left_bytes = self._granted_bytes[peer] - cost_of(job.header)
