@@ -16,7 +16,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
@@ -26,6 +26,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError
+from stagelink.transport.host import socket_at
 
 logger = logging.getLogger("stagelink")
 _T = TypeVar("_T")
@@ -296,28 +297,15 @@ def _descriptor(store: Store | None) -> int | None:
 def _shut_down(number: int | None) -> None:
     """End a socket's connection, which is somebody else's to close."""
     if number is not None:
-        with suppress(OSError), _borrowed(number) as sock:
+        with suppress(OSError), socket_at(number) as sock:
             sock.shutdown(socket.SHUT_RDWR)
-
-
-@contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
-    """A socket of a descriptor that somebody else owns; OSError where it is none."""
-    twin = os.dup(number)
-    try:
-        sock = socket.socket(fileno=twin)
-    except OSError:
-        os.close(twin)
-        raise
-    with sock:
-        yield sock
 
 
 def _peer(number: int | None) -> Remote | None:
     if number is None:
         return None
     try:
-        with _borrowed(number) as sock:
+        with socket_at(number) as sock:
             return remote_of(sock)
     except OSError:  # no socket, or not connected
         return None

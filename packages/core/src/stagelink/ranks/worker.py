@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 from stagelink.errors import ConnectError
 from stagelink.ranks.job import Task, serve
+from stagelink.transport.host import open_descriptors
 
 START_S = 60.0
 """Seconds for a process to be there; the first one waits until torch is loaded."""
@@ -37,16 +38,6 @@ def start_rank_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def open_descriptors() -> dict[int, str]:
-    """The open file descriptors of this process, and what each refers to."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        # The one that listed the directory is closed by now.
-        with suppress(FileNotFoundError):
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-    return found
 
 
 class Worker:

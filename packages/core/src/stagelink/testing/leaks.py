@@ -13,7 +13,7 @@ from typing import Any
 
 from stagelink.deadline import Deadline
 from stagelink.ranks.processes import RankPool
-from stagelink.ranks.worker import open_descriptors
+from stagelink.transport.host import open_descriptors
 
 Holdings = dict[Hashable, str]
 """What a process holds of one kind: identity → what to call it in an error."""

@@ -30,6 +30,7 @@ from torch.distributed import Store
 
 from stagelink.errors import ConnectError
 from stagelink.transport.addresses import Address, address_of
+from stagelink.transport.host import open_descriptors, socket_at
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """Torch's own environment variable for the interface of gloo."""
@@ -172,25 +173,16 @@ def _listening_device(address: str, *, lazy: bool) -> tuple[Any, socket.socket |
 
 def _sockets() -> dict[str, int]:
     """The sockets of this process by the kernel's name, with a descriptor of each."""
-    found = {}
     with suppress(FileNotFoundError):  # there is no /proc
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # the one that listed the folder is closed by now
-                target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith("socket:"):
-                    found[target] = int(name)
-    return found
+        return {name: fd for fd, name in open_descriptors().items() if name.startswith("socket:")}
+    return {}
 
 
 def _listener(descriptor: int, address: str) -> socket.socket | None:
     """The socket behind a descriptor, which is left alone, if it listens at the address."""
-    own: int | None = None
     try:
-        own = os.dup(descriptor)
-        found = socket.socket(fileno=own)
+        found = socket_at(descriptor)
     except OSError:  # another thread has closed it meanwhile, and perhaps opened a file
-        if own is not None:
-            os.close(own)
         return None
     with suppress(OSError):
         listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

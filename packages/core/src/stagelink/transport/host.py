@@ -1,9 +1,10 @@
-"""Identity of this server and this process, and the machine's memory."""
+"""Identity of this server and this process, its descriptors, and the machine's memory."""
 
 from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -24,6 +25,26 @@ def process_id() -> str:
     containers that share a network.
     """
     return f"{server_id()}/{_namespace('pid')}/{os.getpid()}"
+
+
+def open_descriptors() -> dict[int, str]:
+    """The open file descriptors of this process, and what each refers to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        # The one that listed the directory is closed by now.
+        with suppress(FileNotFoundError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def socket_at(descriptor: int) -> socket.socket:
+    """A socket of the caller's own for a descriptor of another's; OSError where it is none."""
+    own = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
 
 
 def memory_bytes() -> int | None:
