@@ -48,14 +48,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def unknown(kind: str, word: object, known: Iterable[str], *, owner: str = "the plan") -> str:
-    """Word an unknown name, with near misses and the names that exist.
-
-    Args:
-        kind: what it should name: ``"stage"``, ``"key"``.
-        word: the name found.
-        known: the names that exist.
-        owner: who has the known names.
-    """
+    """Word an unknown name of a kind, with near misses and the names that its owner has."""
     names = list(known)
     hint = did_you_mean(word, names)
     return f"unknown {kind} {shown(word)}{hint}; {owner} has {quoted(names) or 'none'}"

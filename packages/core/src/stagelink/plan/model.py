@@ -149,13 +149,8 @@ def link_facts(
     """Facts about an edge between two ranks that rules may ask for, by the keys of ``[[links]]``.
 
     The edge is seen in its forward orientation; gradients take the same transport the other way.
-
-    Args:
-        edge: the edge.
-        ranks: the rank that sends its tensors, and the one that receives them.
-        servers: the index of each one's server in the plan; None where the plan lists none.
-        same_server: whether both ranks are on one server, by the plan or as found.
-        device: kind of device of the tensors on the link.
+    Ranks and their servers, by index in the plan if it lists any, are the sender's and the
+    receiver's. They share a server by the plan or as found; the device is that of the tensors.
     """
     return {
         "from": edge.source,

@@ -27,7 +27,7 @@ from stagelink.plan.model import (
     named_keys,
     too_many_microbatches,
 )
-from stagelink.plan.problems import launch_problems
+from stagelink.plan.problems import check_launch
 from stagelink.plan.reading import read_document
 from stagelink.text import shown, unknown
 
@@ -147,7 +147,10 @@ class Plan:
         and the number of microbatches, which a session agrees on. `differences` compares two of
         these.
         """
-        return {f"{owner} {word}": _fact(value) for owner, word, value in _facts(self)}
+        return {
+            f"{owner} {word}": _NOT_GIVEN if value is None else json.dumps(value, sort_keys=True)
+            for owner, word, value in _facts(self)
+        }
 
     @property
     def has_warm_up(self) -> bool:
@@ -229,14 +232,8 @@ class Plan:
         return index
 
     def check_launch(self, rank: object, world_size: object) -> None:
-        """Refuse a rank and world size, of any types, that do not fit each other or the plan.
-
-        Raises:
-            PlanError: with a line for each thing that is wrong.
-        """
-        problems = list(launch_problems(rank, world_size, self.world_size))
-        if problems:
-            raise PlanError("\n".join(problems))
+        """See `stagelink.plan.problems.check_launch`."""
+        check_launch(rank, world_size, self.world_size)
 
     def _place(self, rank: int) -> tuple[int, int]:
         if not is_a(rank, int) or rank not in self._places:
@@ -308,23 +305,13 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str, object]]:
 _NOT_GIVEN = "not given"
 
 
-def _fact(value: object) -> str:
-    return _NOT_GIVEN if value is None else json.dumps(value, sort_keys=True)
-
-
 def digest_of(facts: Mapping[str, str]) -> str:
     """Hex SHA-256 of facts, in any order."""
     return hashlib.sha256(json.dumps(sorted(facts.items())).encode()).hexdigest()
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str], peer: str) -> list[str]:
-    """Differences of two ranks' facts, one line each, sorted.
-
-    Args:
-        mine: this rank's facts.
-        theirs: the peer's.
-        peer: a word for the peer, as in ``"rank 1"``.
-    """
+    """Differences of two ranks' facts, one line each, sorted; the peer's is called ``peer``."""
     differing = (key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
     here, there = ({key.rpartition(" ")[0] for key in facts} for facts in (mine, theirs))
     absent = dict.fromkeys(here - there, f"on {peer}") | dict.fromkeys(there - here, "here")

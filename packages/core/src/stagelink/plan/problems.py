@@ -59,11 +59,16 @@ def _path_text(path: tuple[str | int, ...], raw: object) -> str:
     return text.removeprefix(".")
 
 
-def launch_problems(rank: object, world_size: object, plan_size: int) -> Iterator[str]:
-    """A line for each thing that is wrong, with both values."""
+def check_launch(rank: object, world_size: object, plan_size: int) -> None:
+    """Refuse a rank and world size, of any types, that do not fit each other or the plan.
+
+    Raises:
+        PlanError: with a line for each thing that is wrong.
+    """
     launched = f"launched as rank {shown(rank)} of a world of {shown(world_size)}"
-    for reason in _reasons(rank, world_size, plan_size):
-        yield f"{launched}: {reason}"
+    reasons = [*_reasons(rank, world_size, plan_size)]
+    if reasons:
+        raise PlanError("\n".join(f"{launched}: {reason}" for reason in reasons))
 
 
 def _reasons(rank: object, world_size: object, plan_size: int) -> Iterator[str]:

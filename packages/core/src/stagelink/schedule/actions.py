@@ -99,15 +99,10 @@ def actions_for(
 def actions_of(
     plan: Plan, stage: Stage, mine: Iterable[int], warm_up: int, mode: Mode = "train"
 ) -> Iterator[Action]:
-    """The actions of one replica of a stage, one at a time.
+    """The actions of one replica of a stage, one at a time; as `actions_for`.
 
-    Args:
-        plan: the plan.
-        stage: the stage.
-        mine: the replica's microbatches, ascending. The next one is asked for when its forward is
-            due, so they need not be known before.
-        warm_up: the stage's.
-        mode: as for `actions_for`.
+    The next one of ``mine``, the replica's microbatches, ascending, is asked for when its forward
+    is due, so they need not be known before. The warm-up is the stage's.
     """
     if mode == "evaluate" or plan.schedule == "forward":
         return (Action(Kind.FORWARD, stage.index, microbatch) for microbatch in mine)

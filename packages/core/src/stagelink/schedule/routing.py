@@ -28,13 +28,7 @@ def rank_for(stage: Stage, microbatch: int) -> int:
 
 
 def microbatches_of(stage: Stage, replica: int, microbatches: int) -> Sequence[int]:
-    """The microbatches that the replica handles, ascending; none where there are too few.
-
-    Args:
-        stage: the stage.
-        replica: the replica's number in it.
-        microbatches: how many the session has in the whole pipeline.
-    """
+    """The microbatches of a session of so many that a stage's replica handles, ascending."""
     if stage.turns is None:
         return range(replica, microbatches, stage.replicas)
     return _Repeating(_places(stage.turns, replica), len(stage.turns), microbatches)

@@ -141,12 +141,9 @@ def require(result: Verification) -> Verification:
 def grid(
     plan: Plan, result: Verification, actions: Mapping[int, Sequence[Action]] | None = None
 ) -> Grid:
-    """The time slots of the session that was verified.
+    """The time slots of the session whose `verify` gave this result, with the same actions.
 
-    Args:
-        plan: the plan.
-        result: of `verify`.
-        actions: those that were verified, if not the schedule's; wrong lists have no slots.
+    Wrong lists of actions have no slots.
     """
     programs, _ = _programs(plan, result.microbatches, result.warm_up, actions)
     walked = _walked(plan, programs, result.microbatches, result.windows)

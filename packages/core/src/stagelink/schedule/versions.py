@@ -30,11 +30,7 @@ def rounds_per_update(plan: Plan, stage: Stage) -> int:
 def version_for(plan: Plan, stage: Stage, round_: int, warm_up: int) -> int:
     """The version that the microbatch of a round meets on the stage, in an asynchronous schedule.
 
-    Args:
-        plan: the plan.
-        stage: the stage.
-        round_: how many microbatches its replica has had before it.
-        warm_up: the stage's.
+    Its replica has had ``round_`` microbatches before it, and the stage's ``warm_up`` is given.
     """
     if plan.two_versions:
         return max(0, round_ // rounds_per_update(plan, stage) - 1)

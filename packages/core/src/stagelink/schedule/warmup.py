@@ -64,11 +64,8 @@ def choose_warm_up(plan: Plan, more: int = 0) -> tuple[int, ...]:
     """The warm-up per stage of a plan: what was set by hand, elsewhere what is safe with that.
 
     On a line without values set by hand it is `safe_warm_up`; in any other graph a stage looks to
-    each of its consumers. A value set by hand below what is safe may hang: the walk tells.
-
-    Args:
-        plan: the plan.
-        more: each stage is to be safe if its consumers had so much more warm-up than they have.
+    each of its consumers, as if they had so much ``more`` warm-up. A value set by hand below what
+    is safe may hang: the walk tells.
     """
     replicas = [stage.replicas for stage in plan.stages]
     return _chosen(replicas, consumers(plan), [stage.warm_up for stage in plan.stages], more)

@@ -83,17 +83,9 @@ def receive_bytes(
     """The most that each rank may hold of what was sent to it, in training or in evaluation.
 
     In training it holds a window of messages per sender, and of gradients per receiver of its own;
-    no more than there are in the session. An evaluation is taken to be long.
-
-    Args:
-        plan: the plan.
-        microbatches: how many a training session has in the whole pipeline, or `UNTIL_END`.
-        windows: per edge, in training.
-        forward_windows: per edge, in evaluation.
-        unknown: what to take for the bytes of a message whose dtype or shape is not declared.
-
-    Returns:
-        Bytes by rank; None where it takes part in an edge whose message is ``unknown``.
+    no more than there are in the session, or `UNTIL_END`. An evaluation is taken to be long.
+    Windows are per edge. A message whose dtype or shape is not declared has ``unknown`` bytes; if
+    that is None, a rank that takes part in its edge has None.
     """
     each = [message_bytes(edge.tensor) for edge in plan.edges]
     each = [unknown if size is None else size for size in each]

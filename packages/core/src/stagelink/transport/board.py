@@ -83,13 +83,9 @@ class Board:
         if not look_until(
             found,
             self._deadline,
-            sleep=lambda seconds: self._port.wait(_never, Deadline(seconds)),
+            sleep=lambda seconds: self._port.wait(lambda: False, Deadline(seconds)),
             most_s=_LINK_PAUSE_S,
         ):
             raise TimeoutError(
                 f"rank {self._port.rank}: {missing} within {self._deadline.seconds:g} s"
             )
-
-
-def _never() -> bool:
-    return False

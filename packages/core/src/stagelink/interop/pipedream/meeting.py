@@ -18,12 +18,12 @@ from stagelink.control.opening import open_store
 from stagelink.control.rendezvous import Rendezvous
 from stagelink.control.store import store_host
 from stagelink.deadline import Deadline
-from stagelink.errors import ConnectError, DeadlineError, PlanError, StagelinkError, UsageError
+from stagelink.errors import ConnectError, DeadlineError, StagelinkError, UsageError
 from stagelink.exchange.handler import Handler
 from stagelink.interop.collectives import ExplainedGroup, explained
 from stagelink.interop.pipedream.topology import Declaration
 from stagelink.plan.document import Control
-from stagelink.plan.problems import launch_problems
+from stagelink.plan.problems import check_launch
 from stagelink.transport.host import server_id
 from stagelink.transport.interrupts import stops_caller
 
@@ -53,9 +53,7 @@ class Meeting:
         backend: str | None,
         connect_deadline_s: float,
     ) -> None:
-        problems = list(launch_problems(rank, world_size, world_size))
-        if problems:
-            raise PlanError("\n".join(problems))
+        check_launch(rank, world_size, world_size)
         if dist.is_initialized():
             raise UsageError(
                 f"rank {rank}: the default process group exists already; PipeDream's handler "
