@@ -29,11 +29,7 @@ _TENSORS = frozenset({MessageKind.DATA, MessageKind.GRAD})
 
 
 class Received(Arrival):
-    """A message of an edge, whose route is given with it.
-
-    Attributes:
-        route: that it came by.
-    """
+    """A message of an edge, with the route that it came by."""
 
     __slots__ = ("route",)
     route: InRoute

@@ -77,12 +77,7 @@ class RoutingTable:
         return self._last_mine
 
     def check_mine(self, microbatch: object, mine: Sequence[int], microbatches: int) -> None:
-        """Hold a microbatch against those that this replica handles.
-
-        Args:
-            microbatch: what a caller gave.
-            mine: those.
-            microbatches: how many the session has.
+        """Hold a microbatch that a caller gave against those that this replica handles.
 
         Raises:
             UsageError: it is none of them.

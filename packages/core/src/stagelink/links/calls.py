@@ -28,11 +28,8 @@ def give_back(
 ) -> None:
     """Call a ``close`` of a transport's, on a thread that is left behind where it does not return.
 
-    Args:
-        what: is closed.
-        close: the call.
-        deadline: for it; a moment is left where it has passed.
-        stream: current on the thread; None: the caller's device is.
+    A moment is left for it where the deadline has passed. The stream is current on the thread;
+    without one the caller's device is.
 
     Raises:
         TransportError: it did not return, or raised; see `mapped`.

@@ -300,9 +300,6 @@ class Wiring:
 
         Returns:
             How many messages could not be delivered, of the links that have some.
-
-        Raises:
-            StagelinkError: the handler failed meanwhile.
         """
         self.plane.wait(self._drained, deadline, closing=True)
         lost = Counter(

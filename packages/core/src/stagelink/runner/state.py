@@ -147,7 +147,6 @@ def _keeps(loss: torch.nn.Module) -> bool:
 
 
 def _states(what: str, parts: Sequence[Any]) -> Any:
-    """None, one state, or a list of several."""
     for part in parts:
         if not callable(getattr(part, "state_dict", None)):
             raise UsageError(f"{what} {type(part).__name__} has no state_dict() to be saved by")

@@ -83,13 +83,9 @@ def actions_for(
 ) -> list[Action]:
     """Actions of the rank in a session, by the plan's schedule; its own microbatches ascending.
 
-    Args:
-        plan: the plan.
-        rank: whose actions.
-        microbatches: how many the session has in the whole pipeline; may be fewer than warm-up,
-            replicas or stages, and 0.
-        warm_up: per stage, as `stagelink.schedule.verify` chose it; for schedules that have one.
-        mode: evaluation is forwards alone, whatever the schedule.
+    Of ``microbatches`` in the whole pipeline there may be fewer than warm-up, replicas or stages,
+    and 0. The warm-up is per stage, as `stagelink.schedule.verify` chose it, where there is one.
+    In mode ``"evaluate"`` there are forwards alone, whatever the schedule.
     """
     stage = plan.stage_of(rank)
     mine = microbatches_of(stage, plan.replica_of(rank), microbatches)

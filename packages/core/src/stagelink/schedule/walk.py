@@ -177,7 +177,6 @@ class _Walk:
         return {Kind.FORWARD: forward, Kind.BACKWARD: backward}
 
     def run(self, programs: Sequence[Sequence[Action]]) -> Walked:
-        """Go on, round by round, until no rank can."""
         walkers = [
             _Walker(rank, self._plan.stage_of(rank), program)
             for rank, program in enumerate(programs)

@@ -80,12 +80,7 @@ class _Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail(_Fault):
-    """The call raises, or the completion becomes a failure.
-
-    Attributes:
-        at: which one.
-        error: with what.
-    """
+    """The call raises the error, or the completion becomes a failure with it."""
 
     at: Point
     error: BaseException

@@ -117,12 +117,7 @@ class Subject:
     ) -> Iterator[Handler]:
         """Join the others by ``plan_of``'s plan, with the transport held against the contract.
 
-        Args:
-            rank: this rank.
-            world_size: of the pipeline.
-            store: where the ranks meet.
-            plan_of: makes the plan.
-            check: keeps what is found; None: one of its own.
+        What is found is kept by ``check``, if one is given.
 
         Raises:
             AssertionError: at the end, if the transport broke a rule of the contract.

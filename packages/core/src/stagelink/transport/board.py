@@ -64,12 +64,8 @@ class Board:
     def take(self, key: str, missing: str) -> str:
         """The value of a key, which it waits for; a failure of the pipeline ends the wait.
 
-        Args:
-            key: the key.
-            missing: what to say where it does not come.
-
         Raises:
-            TimeoutError: it did not come by the deadline.
+            TimeoutError: it did not come by the deadline; the text says what is ``missing``.
         """
         self.look_until(lambda: self.store.check([self._prefix + key]), missing)
         return self.store.get(self._prefix + key).decode()

@@ -234,7 +234,6 @@ def _plain_of(given: object) -> torch.Tensor | None:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor outside its graph; shares its memory."""
     with outside_modes():
         return tensor.detach()
 
@@ -259,7 +258,6 @@ def _unpacked(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tens
 
 
 def _check_dtype(tensor: torch.Tensor, declared: torch.dtype, what: str) -> None:
-    """Refuse a tensor of another dtype than the one that its receiver takes it for."""
     if tensor.dtype != declared:
         raise MessageError(
             f"{what}: the tensor is {tensor.dtype}, training_tensor_dtypes says {declared}"
