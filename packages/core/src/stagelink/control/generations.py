@@ -166,7 +166,7 @@ class Generations:
         return name
 
     def follow(self, deadline: Deadline) -> str:
-        """As `enter`, in the first generation that is not over."""
+        """Take this rank's place, as by `enter`, in the first generation that is not over."""
         found = over = ""  # over for this rank: another is to follow
 
         def joined() -> bool:

@@ -29,24 +29,24 @@ def use_once(rank: int, world_size: int, store: Store, subject: Subject) -> None
         echo(session, rank, [subject.on_device(torch.ones(5000)) for _ in range(2)])
 
 
-def echo(session: Session, rank: int, tensors: Sequence[torch.Tensor], edge: str = "e0") -> None:
+def echo(session: Session, rank: int, tensors: Sequence[torch.Tensor]) -> None:
     """Send every tensor forward, and where it takes one the same bits back as its gradient."""
     for microbatch, tensor in enumerate(tensors):
         if rank == 0:
             leaf = tensor.detach()
             leaf.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-            session.send(edge, leaf, microbatch)
-            gradient = session.recv_grad(edge, microbatch)
+            session.send("e0", leaf, microbatch)
+            gradient = session.recv_grad("e0", microbatch)
             if leaf.requires_grad:
                 _check("a gradient", gradient, tensor)
         else:
-            got = session.recv(edge, microbatch)
+            got = session.recv("e0", microbatch)
             _check("a tensor", got, tensor)
             assert got is not None
             assert got.is_leaf, "the received tensor is no leaf"
             differentiable = tensor.is_floating_point() or tensor.is_complex()
             assert got.requires_grad == differentiable, f"requires_grad of {tensor.dtype}"
-            session.send_grad(edge, got.detach() if differentiable else None, microbatch)
+            session.send_grad("e0", got.detach() if differentiable else None, microbatch)
 
 
 def _check(what: str, got: torch.Tensor | None, sent: torch.Tensor) -> None:
