@@ -61,7 +61,7 @@ class Chain:
         self._asked = 0
 
     def explain(self, awaited: Awaited) -> str:
-        """Why what is waited for does not come: the end of a sentence that has said who was.
+        """Explain why what is awaited does not come: the end of a sentence that has said who was.
 
         Asks, for a second at most; raises the failure of a handler that failed meanwhile.
         """
