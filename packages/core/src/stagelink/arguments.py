@@ -21,14 +21,10 @@ _MOST_S = 1e300
 
 
 class Expected(NamedTuple):
-    """Condition on an argument.
+    """Condition on an argument."""
 
-    Attributes:
-        words: the end of "must be …".
-        accepts: whether a value, which may be any object, is that; must not raise.
-    """
-
-    words: str
+    words: str  # the end of "must be …"
+    # whether a value, which may be any object, is that; must not raise
     accepts: Callable[[Any], bool]
 
 

@@ -33,39 +33,26 @@ A view of shared memory has not been read by its receiver's core, where a copy h
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Contender of a measurement.
+    """Contender of a measurement."""
 
-    Attributes:
-        transport: its name; ``raw-gloo`` and ``memcpy`` for what it is held against.
-        layer: ``handler`` and ``handler-copy``: by a session, with ``copy=False`` and with the
-            copy that is the default; ``link``: by the link alone, without session, window and
-            small messages inline; ``raw``: not by this library.
-    """
-
-    transport: str
+    transport: str  # its name; ``raw-gloo`` and ``memcpy`` for what it is held against
+    # ``handler`` and ``handler-copy``: by a session, with ``copy=False`` and with the copy that is
+    # the default; ``link``: by the link alone, without session, window and small messages inline;
+    # ``raw``: not by this library
     layer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One figure.
+    """One figure."""
 
-    Attributes:
-        transport, layer: see `Contender`.
-        kind: one of `KINDS`, or `ONE_WAY_READ`.
-        payload_bytes: of each message.
-        median_us: microseconds a message.
-        p99_us: the 99th percentile: of single messages one way, else of rounds.
-        gib_per_s: at the median; in ``duplex`` of both directions together.
-    """
-
-    transport: str
-    layer: str
-    kind: str
-    payload_bytes: int
-    median_us: float
-    p99_us: float
-    gib_per_s: float
+    transport: str  # see `Contender`
+    layer: str  # see `Contender`
+    kind: str  # one of `KINDS`, or `ONE_WAY_READ`
+    payload_bytes: int  # of each message
+    median_us: float  # microseconds a message
+    p99_us: float  # the 99th percentile: of single messages one way, else of rounds
+    gib_per_s: float  # at the median; in ``duplex`` of both directions together
 
     @classmethod
     def of(
@@ -88,16 +75,11 @@ class Record:
 
 
 class Timed(NamedTuple):
-    """Times of a round on one rank, by a clock that all processes of the machine share.
+    """Times of a round on one rank, by a clock that all processes of the machine share."""
 
-    Attributes:
-        began: when its first message was about to go.
-        ended: when its last one was complete.
-        singles: seconds of each message, where they were timed one by one here.
-    """
-
-    began: float
-    ended: float
+    began: float  # when its first message was about to go
+    ended: float  # when its last one was complete
+    # seconds of each message, where they were timed one by one here
     singles: tuple[float, ...] = ()
 
 

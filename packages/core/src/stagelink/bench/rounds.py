@@ -51,20 +51,13 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Measurement to be taken, in parts: of each size each kind.
+    """Measurement to be taken, in parts: of each size each kind."""
 
-    Attributes:
-        transports: names; each must be able to link two processes of this machine.
-        sizes_bytes: payloads, multiples of 4.
-        rounds: of each contender in each part.
-        kinds: of `KINDS`, and `ONE_WAY_READ`.
-        copied: kinds beside which one thread copies: both ranks at once in ``duplex``.
-    """
-
-    transports: Sequence[str]
-    sizes_bytes: Sequence[int]
-    rounds: int
-    kinds: Sequence[str] = KINDS
+    transports: Sequence[str]  # names; each must be able to link two processes of this machine
+    sizes_bytes: Sequence[int]  # payloads, multiples of 4
+    rounds: int  # of each contender in each part
+    kinds: Sequence[str] = KINDS  # of `KINDS`, and `ONE_WAY_READ`
+    # kinds beside which one thread copies: both ranks at once in ``duplex``
     copied: Sequence[str] = ("stream",)
 
     @property

@@ -27,21 +27,13 @@ from stagelink.transport.host import memory_bytes, server_id
 
 @dataclass(frozen=True, slots=True)
 class AssumedLink:
-    """Traffic from one rank to another by one transport.
+    """Traffic from one rank to another by one transport."""
 
-    Attributes:
-        source: the sending rank.
-        target: the receiving rank.
-        window: messages of one tensor that may be in flight in training.
-        choice: the transport, and why; the error's text where none can be taken.
-        tensors: names, in the plan's order.
-    """
-
-    source: int
-    target: int
-    window: int
-    choice: Choice | str
-    tensors: tuple[str, ...]
+    source: int  # the sending rank
+    target: int  # the receiving rank
+    window: int  # messages of one tensor that may be in flight in training
+    choice: Choice | str  # the transport, and why; the error's text where none can be taken
+    tensors: tuple[str, ...]  # names, in the plan's order
 
     @property
     def transport(self) -> str | None:
@@ -55,18 +47,13 @@ class AssumedLink:
 
 
 class Assumed(NamedTuple):
-    """Preview of a plan's links.
+    """Preview of a plan's links."""
 
-    Attributes:
-        links: of all ranks, by source and target.
-        memory: what links take of shared memory, gradients' ways back included; only those whose
-            transports say that they take some.
-        notes: what is worth a look.
-    """
-
-    links: list[AssumedLink]
+    links: list[AssumedLink]  # of all ranks, by source and target
+    # what links take of shared memory, gradients' ways back included; only those whose transports
+    # say that they take some
     memory: dict[Link, Footprint]
-    notes: list[str]
+    notes: list[str]  # what is worth a look
 
 
 class _Here(NamedTuple):

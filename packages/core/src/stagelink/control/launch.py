@@ -24,22 +24,14 @@ _HOST = re.compile(r"[^\s/?#@\[\]]+")
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Address of a store.
+    """Address of a store."""
 
-    Attributes:
-        kind: ``tcp``: rank 0 hosts it. ``agent``: the launcher does. ``file``: a file that all
-            ranks share.
-        host: name or IP address, without brackets; empty for a file.
-        port: from 1; 0 for a file.
-        path: absolute, of a file.
-        given: how it was given, for errors: ``store='tcp://host:1'``.
-    """
-
+    # ``tcp``: rank 0 hosts it. ``agent``: the launcher does. ``file``: a file that all ranks share
     kind: Literal["tcp", "agent", "file"]
-    host: str = ""
-    port: int = 0
-    path: str = ""
-    given: str = ""
+    host: str = ""  # name or IP address, without brackets; empty for a file
+    port: int = 0  # from 1; 0 for a file
+    path: str = ""  # absolute, of a file
+    given: str = ""  # how it was given, for errors: ``store='tcp://host:1'``
 
     def __str__(self) -> str:
         if self.kind == "file":
@@ -107,22 +99,14 @@ def _port(port: object, given: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Rank of this process, and its job.
-
-    Attributes:
-        rank: its rank.
-        world_size: how many ranks there are.
-        run_id: name of the run; two runs on one store need two names.
-        store: an open store, or where to find one.
-        restarts: whether a launcher started this process that ends all ranks before it starts
-            them again, as torchrun does: what is in the store of this rank is then of a process
-            that has ended.
-    """
+    """Rank of this process, and its job."""
 
     rank: Any
     world_size: Any
-    run_id: str
-    store: Store | StoreAddress
+    run_id: str  # name of the run; two runs on one store need two names
+    store: Store | StoreAddress  # an open store, or where to find one
+    # whether a launcher started this process that ends all ranks before it starts them again, as
+    # torchrun does: what is in the store of this rank is then of a process that has ended
     restarts: bool = False
 
     @classmethod

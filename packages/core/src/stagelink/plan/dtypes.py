@@ -10,19 +10,12 @@ MAX_DIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
+    """One element type."""
 
-    Attributes:
-        code: its number on the wire; never reused, so old peers stay readable.
-        name: torch's name without the ``torch.`` prefix, as written in a plan.
-        itemsize: bytes per element.
-        differentiable: whether autograd can take gradients for it (floating and complex types).
-    """
-
-    code: int
-    name: str
-    itemsize: int
-    differentiable: bool
+    code: int  # its number on the wire; never reused, so old peers stay readable
+    name: str  # torch's name without the ``torch.`` prefix, as written in a plan
+    itemsize: int  # bytes per element
+    differentiable: bool  # whether autograd can take gradients for it (floating and complex types)
 
 
 DTYPES: tuple[DType, ...] = (

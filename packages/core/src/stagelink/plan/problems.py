@@ -17,15 +17,10 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_\-\[\]]+")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    Attributes:
-        path: keys and indices that lead to it in the plan's mapping.
-        text: what was found there, and what is allowed.
-    """
-
-    path: tuple[str | int, ...]
-    text: str
+    path: tuple[str | int, ...]  # keys and indices that lead to it in the plan's mapping
+    text: str  # what was found there, and what is allowed
 
 
 def plan_error(where: str, problems: Iterable[Problem], raw: object) -> PlanError:

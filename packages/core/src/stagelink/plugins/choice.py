@@ -21,37 +21,26 @@ from stagelink.transport.contract import Capabilities, Endpoint, Link, Verdict
 
 
 class Asker(NamedTuple):
-    """Questions to this process's transports and plugins beyond the plan and the offers.
+    """Questions to this process's transports and plugins beyond the plan and the offers."""
 
-    Attributes:
-        can_connect: `Transport.can_connect` of the link's transport, given the place of the link's
-            source and that of its target.
-        select: `stagelink.plugins.relay.Relay.select_transport`.
-        errors: what is wrong with this process's transports that are broken or missing, by name.
-    """
-
+    # `Transport.can_connect` of the link's transport, given the place of the link's source and
+    # that of its target
     can_connect: Callable[[Link, Endpoint, Endpoint], Verdict]
+    # `stagelink.plugins.relay.Relay.select_transport`
     select: Callable[[Link, Sequence[str]], str | None]
+    # what is wrong with this process's transports that are broken or missing, by name
     errors: Mapping[str, Exception] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Eligibility:
-    """Eligibility of transports for one link.
+    """Eligibility of transports for one link."""
 
-    Attributes:
-        edge: the edge that it carries.
-        device: kind of device of its tensors.
-        source: the end that sends the edge's tensors.
-        target: the end that receives them.
-        ask: the transports' and plugins' own word.
-    """
-
-    edge: Edge
-    device: str
-    source: End
-    target: End
-    ask: Asker
+    edge: Edge  # the edge that it carries
+    device: str  # kind of device of its tensors
+    source: End  # the end that sends the edge's tensors
+    target: End  # the end that receives them
+    ask: Asker  # the transports' and plugins' own word
 
     def link(self, name: str) -> Link:
         """The link, if the transport of that name carried it."""
@@ -138,22 +127,15 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport of one link, with the reasons.
+    """The transport of one link, with the reasons."""
 
-    Attributes:
-        link: the link in its edge's forward orientation; gradients take the same transport back.
-        rule: index of the link rule that decided; None where none matched.
-        auto: whether the rule, or the lack of one, left it to the transports' declared ranks.
-        passed_over: those that were preferred and cannot carry the link; under ``auto`` all that
-            cannot.
-        outranked: those that ``auto`` could have taken as well, best first.
-    """
-
+    # the link in its edge's forward orientation; gradients take the same transport back
     link: Link
-    rule: int | None
-    auto: bool
+    rule: int | None  # index of the link rule that decided; None where none matched
+    auto: bool  # whether the rule, or the lack of one, left it to the transports' declared ranks
+    # those that were preferred and cannot carry the link; under ``auto`` all that cannot
     passed_over: tuple[Refusal, ...] = ()
-    outranked: tuple[str, ...] = ()
+    outranked: tuple[str, ...] = ()  # those that ``auto`` could have taken as well, best first
 
     @property
     def transport(self) -> str:

@@ -48,17 +48,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The plugins of one group of entry points.
-
-    Attributes:
-        group: the group.
-        by_name: what may be loaded; more than one where several distributions provide a name.
-        disabled: what `DISABLE_VARIABLE` keeps out.
-    """
+    """The plugins of one group of entry points."""
 
     group: str
+    # what may be loaded; more than one where several distributions provide a name
     by_name: dict[str, tuple[Found, ...]]
-    disabled: dict[str, tuple[Found, ...]]
+    disabled: dict[str, tuple[Found, ...]]  # what `DISABLE_VARIABLE` keeps out
 
     def ships(self, name: str) -> bool:
         """Whether the name is one of core's own, which nobody else can take."""

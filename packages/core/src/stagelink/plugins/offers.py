@@ -38,36 +38,24 @@ State = Literal["usable", "unusable", "broken", "disabled", "absent"]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Word of one rank on one transport.
+    """Word of one rank on one transport."""
 
-    Attributes:
-        state: whether it can use it.
-        reason: the whole text of why not; where it can, what is worth knowing, or ``""``.
-        capabilities: as the transport declares them on that rank; None where it was not loaded.
-        description: what `Transport.describe` said there.
-    """
-
-    state: State
-    reason: str = ""
+    state: State  # whether it can use it
+    reason: str = ""  # the whole text of why not; where it can, what is worth knowing, or ``""``
+    # as the transport declares them on that rank; None where it was not loaded
     capabilities: Capabilities | None = None
+    # what `Transport.describe` said there
     description: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of the links of a rank: where it is and what it offers. Travels in HELLO.
-
-    Attributes:
-        rank: the rank.
-        server: equal on two ranks exactly when they are on one server.
-        process: equal on two ranks exactly when they are threads of one process.
-        offers: its offer of each transport it knows of, by name.
-    """
+    """One end of the links of a rank: where it is and what it offers. Travels in HELLO."""
 
     rank: int
-    server: str
-    process: str
-    offers: Mapping[str, Offer]
+    server: str  # equal on two ranks exactly when they are on one server
+    process: str  # equal on two ranks exactly when they are threads of one process
+    offers: Mapping[str, Offer]  # its offer of each transport it knows of, by name
 
     def place(self, transport: str) -> Endpoint:
         """This end as `Transport.can_connect` sees it."""
@@ -92,16 +80,11 @@ _END = TypeAdapter(End)
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Findings about the transports of this process.
+    """Findings about the transports of this process."""
 
-    Attributes:
-        transports: an instance of each that is usable here.
-        offers: what to tell peers of each one that was looked at.
-        errors: what is wrong with those that are broken or missing here, with its causes.
-    """
-
-    transports: Mapping[str, Transport]
-    offers: Mapping[str, Offer]
+    transports: Mapping[str, Transport]  # an instance of each that is usable here
+    offers: Mapping[str, Offer]  # what to tell peers of each one that was looked at
+    # what is wrong with those that are broken or missing here, with its causes
     errors: Mapping[str, PluginError] = field(default_factory=dict)
 
     def can_connect(self, link: Link, local: Endpoint, remote: Endpoint) -> Verdict:

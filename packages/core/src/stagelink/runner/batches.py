@@ -19,16 +19,11 @@ from stagelink.transport.payload import memory_of
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch in microbatches.
+    """A batch in microbatches."""
 
-    Attributes:
-        items: how many samples it has.
-        microbatches: how many parts it is cut into; at most ``items``.
-        parts: by tensor name, its part in every microbatch; views of the batch.
-    """
-
-    items: int
-    microbatches: int
+    items: int  # how many samples it has
+    microbatches: int  # how many parts it is cut into; at most ``items``
+    # by tensor name, its part in every microbatch; views of the batch
     parts: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
 
     def part(self, microbatch: int) -> dict[str, torch.Tensor]:

@@ -41,17 +41,11 @@ class Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
 
 
 class Counts(NamedTuple):
-    """Numbers of one pass over batches, the same on every rank.
+    """Numbers of one pass over batches, the same on every rank."""
 
-    Attributes:
-        batches: how many.
-        items: their samples.
-        microbatches: of the last session.
-    """
-
-    batches: int
-    items: int
-    microbatches: int
+    batches: int  # how many
+    items: int  # their samples
+    microbatches: int  # of the last session
 
 
 @dataclass(frozen=True, slots=True)

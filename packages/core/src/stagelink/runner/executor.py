@@ -26,21 +26,13 @@ _ALONE = "Expected more than 1 value per channel when training"
 
 
 class Station(NamedTuple):
-    """Parts of an execution that stay the same from batch to batch.
+    """Parts of an execution that stay the same from batch to batch."""
 
-    Attributes:
-        module: the stage's.
-        names: what it takes and gives.
-        scores: counts loss and metrics on the last stage; None elsewhere.
-        clock: is told where the time goes.
-        trains: whether anything here wants a gradient of the loss.
-    """
-
-    module: torch.nn.Module
-    names: Names
-    scores: Scores | None
-    clock: Clock
-    trains: bool
+    module: torch.nn.Module  # the stage's
+    names: Names  # what it takes and gives
+    scores: Scores | None  # counts loss and metrics on the last stage; None elsewhere
+    clock: Clock  # is told where the time goes
+    trains: bool  # whether anything here wants a gradient of the loss
 
 
 class _Kept(NamedTuple):

@@ -22,23 +22,15 @@ _ANYTHING = Signature(
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The parameters of a module's ``forward``.
+    """The parameters of a module's ``forward``."""
 
-    Attributes:
-        text: the module's class and the signature, for errors.
-        named: all that have a name to be given by, with their defaults.
-        positional: those of them that may be given by position, in order.
-        required: names of those without a default.
-        takes_any_name: whether there is a ``**kwargs``.
-        sole: where one tensor by position is a whole call, the parameter that takes it, ``*args``
-            being one; else None.
-    """
-
-    text: str
-    named: Mapping[str, Any]
-    positional: Sequence[Parameter]
-    required: frozenset[str]
-    takes_any_name: bool
+    text: str  # the module's class and the signature, for errors
+    named: Mapping[str, Any]  # all that have a name to be given by, with their defaults
+    positional: Sequence[Parameter]  # those of them that may be given by position, in order
+    required: frozenset[str]  # names of those without a default
+    takes_any_name: bool  # whether there is a ``**kwargs``
+    # where one tensor by position is a whole call, the parameter that takes it, ``*args`` being
+    # one; else None
     sole: str | None
 
     def bind(self, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -31,15 +31,10 @@ _UNKNOWN = (
 
 
 class Counted(NamedTuple):
-    """Count of a batch's losses on this rank, by which its gradients are to be scaled.
+    """Count of a batch's losses on this rank, by which its gradients are to be scaled."""
 
-    Attributes:
-        counts: whether they were `LossSum`; None where there was none.
-        weight: the sum of their weights, in the unit that the gradients are of now.
-    """
-
-    counts: bool | None = None
-    weight: float = 0.0
+    counts: bool | None = None  # whether they were `LossSum`; None where there was none
+    weight: float = 0.0  # the sum of their weights, in the unit that the gradients are of now
 
 
 class Scores:

@@ -74,17 +74,12 @@ _NOT_ZERO = 1e-6
 
 
 class Steppers(NamedTuple):
-    """Optimizers and schedulers of a stage's parameters.
+    """Optimizers and schedulers of a stage's parameters."""
 
-    Attributes:
-        optimizers: stepped in this order; none where nothing is trained.
-        schedulers: of their learning rates.
-        clip_norm: bound on the norm of all stages' gradients together, the same on every rank;
-            None for none.
-    """
-
+    # stepped in this order; none where nothing is trained
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    schedulers: Sequence[LRScheduler] = ()
+    schedulers: Sequence[LRScheduler] = ()  # of their learning rates
+    # bound on the norm of all stages' gradients together, the same on every rank; None for none
     clip_norm: float | None = None
 
 

@@ -24,21 +24,14 @@ class Step(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A deadlocked rank's wait.
+    """A deadlocked rank's wait."""
 
-    Attributes:
-        rank: who waits.
-        action: the action it is in.
-        step: the part of it that it cannot do.
-        edge: the edge of that step; None where it synchronises with its replicas.
-        blocker: the rank that would have to act first; the waiting one itself where its window is
-            full of messages whose gradients it takes only later.
-    """
-
-    rank: int
-    action: Action
-    step: Step
-    edge: Edge | None
+    rank: int  # who waits
+    action: Action  # the action it is in
+    step: Step  # the part of it that it cannot do
+    edge: Edge | None  # the edge of that step; None where it synchronises with its replicas
+    # the rank that would have to act first; the waiting one itself where its window is full of
+    # messages whose gradients it takes only later
     blocker: int
 
 

@@ -71,18 +71,13 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """Result of a walk.
+    """Result of a walk."""
 
-    Attributes:
-        waits: the ranks that never got through, ascending; empty where all did.
-        peaks: per edge, the most messages that were ever in flight between two ranks on it.
-        rounds: how many rounds it took: the time, if actions took equal time and messages none.
-        ends: by rank, the round of each action that it got through, from 0.
-    """
-
-    waits: tuple[Wait, ...]
+    waits: tuple[Wait, ...]  # the ranks that never got through, ascending; empty where all did
+    # per edge, the most messages that were ever in flight between two ranks on it
     peaks: tuple[int, ...]
-    rounds: int
+    rounds: int  # how many rounds it took: the time, if actions took equal time and messages none
+    # by rank, the round of each action that it got through, from 0
     ends: tuple[tuple[int, ...], ...]
 
 

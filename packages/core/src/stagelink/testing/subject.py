@@ -26,23 +26,16 @@ _PAIR = (("one", "two"),)
 
 @dataclass(frozen=True)
 class Subject:
-    """The transport under test.
+    """The transport under test."""
 
-    Attributes:
-        name: its name.
-        classes: classes to register in code; empty where it is installed.
-        options: its table in the plan.
-        device: kind of device of the tensors.
-        synchronous: whether its sends wait for the receiver, see `stagelink.testing.synchronous`.
-        patience_s: seconds for what a sound transport does in milliseconds.
-    """
-
-    name: str
+    name: str  # its name
+    # classes to register in code; empty where it is installed
     classes: Sequence[type[Transport]] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict)  # its table in the plan
+    device: str = "cpu"  # kind of device of the tensors
+    # whether its sends wait for the receiver, see `stagelink.testing.synchronous`
     synchronous: bool = False
-    patience_s: float = PATIENCE_S
+    patience_s: float = PATIENCE_S  # seconds for what a sound transport does in milliseconds
 
     def plan(
         self,

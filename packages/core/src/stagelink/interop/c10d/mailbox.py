@@ -29,19 +29,12 @@ _MESSAGE_BYTES = 1024
 
 
 class MatchingKey(NamedTuple):
-    """Matching key of a message.
+    """Matching key of a message."""
 
-    Attributes:
-        group: number of the group, the same on all its ranks; below 2 to the 64th.
-        peer: the other rank, by its place in the mesh.
-        tag: the caller's.
-        number: how many there were before between the two with that tag in that group.
-    """
-
-    group: int
-    peer: int
-    tag: int
-    number: int
+    group: int  # number of the group, the same on all its ranks; below 2 to the 64th
+    peer: int  # the other rank, by its place in the mesh
+    tag: int  # the caller's
+    number: int  # how many there were before between the two with that tag in that group
 
     def header(self, direction: Direction, like: Header) -> Header:
         """The header of a message to this key; kind, dtype, size and flags as given."""

@@ -29,19 +29,12 @@ from stagelink.transport.streams import StreamEvent
 
 
 class Given(NamedTuple):
-    """Tensor that a caller wants a message in.
+    """Tensor that a caller wants a message in."""
 
-    Attributes:
-        tensor: as the caller gave it.
-        memory: the tensor that is written; see `stagelink.transport.payload.target_of`.
-        dtype: its element type on the wire.
-        in_order: whether its memory is its elements in logical order.
-    """
-
-    tensor: torch.Tensor
-    memory: torch.Tensor
-    dtype: DType
-    in_order: bool
+    tensor: torch.Tensor  # as the caller gave it
+    memory: torch.Tensor  # the tensor that is written; see `stagelink.transport.payload.target_of`
+    dtype: DType  # its element type on the wire
+    in_order: bool  # whether its memory is its elements in logical order
 
 
 class _MessageWork(dist.Work):
