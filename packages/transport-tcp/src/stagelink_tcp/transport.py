@@ -62,7 +62,7 @@ class Tcp(Transport):
 
     name: ClassVar[str] = "tcp"
     api_version: ClassVar[tuple[int, int]] = API_VERSION
-    capabilities: ClassVar[Capabilities] = Capabilities(devices=frozenset({"cpu"}), auto_rank=9)
+    capabilities: ClassVar[Capabilities] = Capabilities(devices=frozenset({"cpu"}), auto_rank=12)
     Options: ClassVar[type[Any]] = TcpOptions
 
     def __init__(self, options: TcpOptions) -> None:
