@@ -38,7 +38,7 @@ to = ["last"]
 """
 
 
-EXAMPLE = "plaintcp"
+EXAMPLE = "socketpair"
 """The transport of examples/third_party_transport, found by its entry point."""
 
 SHORT = "declares or probe or nothing_is_lost or breaks_off or close_leaves"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from stagelink import Handler
 
+TRANSPORTS = ("shm", "tcp", "gloo")
 MICROBATCHES = 8
 ROUNDS = 7
 ACTIVATION_BYTES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -167,9 +169,12 @@ def measure(rank: int, world_size: int, store: Store) -> list[dict[str, Any]]:
     )
     join = partial(stagelink.connect, rank=rank, world_size=world_size, store=store)
     try:
-        with join(plan("shm"), run_id="shm") as shm, join(plan("gloo"), run_id="gloo") as gloo:
+        with ExitStack() as stack:
+            comms = {
+                name: stack.enter_context(join(plan(name), run_id=name)) for name in TRANSPORTS
+            }
             return [
-                row(rank, {"shm": shm, "gloo": gloo}, size, compute_ms)
+                row(rank, comms, size, compute_ms)
                 for size in ACTIVATION_BYTES
                 for compute_ms in COMPUTE_MS
             ]

@@ -1,7 +1,4 @@
-"""A transport that can only block, with a fault, once for each; for `test_planted_faults`.
-
-And the example, whose sockets core watches, with one in what core calls for them.
-"""
+"""A transport that can only block, with a fault, once for each; for `test_planted_faults`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from examples.third_party_transport.src.stagelink_plaintcp import PlainTcp, TcpSender
 
 from stagelink.testing.wrapping import WrappedDone
 from tests.conformance.blocking_tcp import TOKEN_BYTES, BlockingTcp, Receiver, Sender
@@ -458,16 +454,3 @@ class ForgetfulSender(Sender):
 class NeverHasRoom(BlockingTcp):
     name = "never-has-room"
     sender = ForgetfulSender
-
-
-class SleepingSender(TcpSender):
-    def _welcome(self) -> bool:
-        time.sleep(2)
-        return super()._welcome()
-
-
-class BlocksReading(PlainTcp):
-    name = "blocks-reading"
-
-    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> TcpSender:
-        return SleepingSender(port, self.options.host)

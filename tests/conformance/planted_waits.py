@@ -1,13 +1,17 @@
-"""More transports with a fault, by which somebody waits for ever; for `test_planted_faults`."""
+"""More transports with a fault, by which somebody waits for ever; for `test_planted_faults`.
+
+Of the example, whose sockets core watches, some have one in what core calls for them.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from examples.third_party_transport.src.stagelink_plaintcp import PlainTcp, TcpSender
+from examples.third_party_transport.src.stagelink_socketpair import PairSender, SocketPair
 
 from stagelink.testing.wrapping import WrappedDone
 from tests.conformance.blocking_tcp import TOKEN_BYTES, BlockingTcp, Receiver, Sender
@@ -67,9 +71,9 @@ class Locking(WrappedDone):
             self.done(payload)
 
 
-class LockingSender(TcpSender):
-    def __init__(self, port: Port, host: str) -> None:
-        super().__init__(port, host)
+class LockingSender(PairSender):
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
         self.lock = threading.Lock()
 
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
@@ -84,54 +88,84 @@ class LockingSender(TcpSender):
             self.lock.release()
 
 
-class IsDoneWithALock(PlainTcp):
+class IsDoneWithALock(SocketPair):
     name = "is-done-with-a-lock"
 
-    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> TcpSender:
-        return LockingSender(port, self.options.host)
+    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> PairSender:
+        return LockingSender(port)
 
 
 class RoomySender(LockingSender):
-    """Says that it has room with a lock held."""
+    """Has no room before an event, and says with a lock held that it has."""
 
-    def _judge(self, stranger: object, token: bytearray) -> None:
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        self.port = port
+        self.has_room = False
+        self.event = os.eventfd(1, os.EFD_NONBLOCK)
+
+    def make_room(self) -> bool:
+        os.eventfd_read(self.event)
+        self.has_room = True
         with suppress(RuntimeError), self.lock:
-            super()._judge(stranger, token)  # type: ignore[arg-type]
+            self.port.room()
+        return False
 
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
         self.lock.acquire()
         with suppress(RuntimeError):
             self.lock.release()
-        return TcpSender.begin(self, message, announce, done)
+        if not self.has_room:
+            self.port.watch(self.event, self.make_room)
+            return False
+        return PairSender.begin(self, message, announce, done)
+
+    def close(self, deadline: Deadline) -> None:
+        super().close(deadline)
+        os.close(self.event)
 
 
-class HasRoomWithALock(PlainTcp):
+class HasRoomWithALock(SocketPair):
     name = "has-room-with-a-lock"
 
-    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> TcpSender:
-        return RoomySender(port, self.options.host)
+    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> PairSender:
+        return RoomySender(port)
 
 
-class Busy(PlainTcp):
+class Busy(SocketPair):
     """Has core call an action of its own, on a descriptor that says nothing."""
 
-    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> TcpSender:
-        return BusySender(port, self.options.host, self.keep_busy)
+    def open_sender(self, link: Link, port: Port, deadline: Deadline) -> PairSender:
+        return BusySender(port, self.keep_busy)
 
     @staticmethod
     def keep_busy(port: Port, event: int) -> None:
         raise NotImplementedError
 
 
-class BusySender(TcpSender):
-    def __init__(self, port: Port, host: str, keep_busy: Callable[[Port, int], None]) -> None:
-        super().__init__(port, host)
+class BusySender(PairSender):
+    def __init__(self, port: Port, keep_busy: Callable[[Port, int], None]) -> None:
+        super().__init__(port)
         self.event = os.eventfd(0, os.EFD_NONBLOCK)
         keep_busy(port, self.event)
 
     def close(self, deadline: Deadline) -> None:
         super().close(deadline)
         os.close(self.event)
+
+
+class BlocksReading(Busy):
+    name = "blocks-reading"
+
+    @staticmethod
+    def keep_busy(port: Port, event: int) -> None:
+        def sleep() -> bool:
+            os.eventfd_read(event)
+            time.sleep(2)
+            return False
+
+        os.eventfd_write(event, 1)
+        port.watch(event, sleep)
 
 
 class AsksForEver(Busy):

@@ -160,13 +160,13 @@ def test_its_links_lead_somewhere() -> None:
 
 def test_the_example_is_made_as_the_guide_says() -> None:
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    assert project["name"] == "stagelink-plaintcp"
-    points = {"stagelink.transports": {"plaintcp": "stagelink_plaintcp"}}
+    assert project["name"] == "stagelink-socketpair"
+    points = {"stagelink.transports": {"socketpair": "stagelink_socketpair"}}
     assert project["entry-points"] == points
 
 
 def test_the_example_uses_public_names_of_the_contract_only() -> None:
-    source = (EXAMPLE / "src" / "stagelink_plaintcp" / "__init__.py").read_text()
+    source = (EXAMPLE / "src" / "stagelink_socketpair" / "__init__.py").read_text()
     found = set(re.findall(r"from (stagelink\S*) import", source))
     assert found == {
         "stagelink.transport.contract",

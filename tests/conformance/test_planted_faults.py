@@ -73,7 +73,7 @@ FOUND_BY = {
     ),
     "HasRoomWithALock": Found(
         "test_what_had_no_room_is_sent_when_there_is",
-        "core called it in the port.room() of TcpSender._judge (",
+        "core called it in the port.room() of RoomySender.make_room (",
         {"size_bytes": 4 * 1024 * 1024},
     ),
     "AsksForEver": Found(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from examples.third_party_transport.src.stagelink_plaintcp import PlainTcp
+from examples.third_party_transport.src.stagelink_socketpair import SocketPair
 
 from stagelink.testing.conformance import TransportConformance
 from tests.conformance.blocking_tcp import BlockingTcp
 from tests.conformance.shared_worker import SharedWorker
 
 
-class TestPlainTcp(TransportConformance):
-    transport = PlainTcp
+class TestSocketPair(TransportConformance):
+    transport = SocketPair
 
 
 class TestBlockingTcp(TransportConformance):
