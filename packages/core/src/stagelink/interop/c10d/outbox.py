@@ -47,6 +47,11 @@ class Outbox:
                 self._hold(key, job)
                 return
             self._granted_bytes[peer] = left_bytes
+            if isinstance(job.payload, bytes):  # as `_start` does, with no call more
+                if peer not in plane.goodbyes.said:
+                    plane.connections[peer].send(job.header, b"", job.payload)
+                job.payload, job.finished = None, True
+                return
         self._start(peer, job)
 
     def _hold(self, key: MatchingKey, job: SendJob) -> None:
