@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -394,6 +395,10 @@ def _run(reader: Reader, timeout_s: float) -> None:
     reader._turn(Bell(), timeout_s)
 
 
+def _nothing() -> None:
+    pass
+
+
 @pytest.mark.parametrize("method", ["turn", "watch"])
 def test_a_call_wakes_who_waits(reader: Reader, method: str) -> None:
     blocks: dict[str, Callable[[], None]] = {
@@ -531,11 +536,29 @@ def test_an_alarm_is_not_missed_that_is_set_as_a_wait_begins(
     """After the wait has looked for how long it may block, and before it has said that it does."""
 
     def set_meanwhile(reader: Reader) -> float:
-        reader.call_at(time.monotonic() + 10)
+        reader.call_at(time.monotonic() + 10, _nothing)
         return 0.0
 
     monkeypatch.setattr(Reader, "spin_s", property(set_meanwhile), raising=False)
     assert _wait(reader, 5, monkeypatch).blocked == 0
+
+
+def test_each_alarm_comes_at_the_last_moment_that_it_was_given(reader: Reader) -> None:
+    called: list[str] = []
+    actions = {name: partial(called.append, name) for name in ("soon", "later", "put off")}
+    now_s = time.monotonic()
+    reader.call_at(now_s - 2, actions["put off"])
+    reader.call_at(now_s + 0.05, actions["later"])
+    reader.call_at(now_s - 1, actions["soon"])
+    reader.call_at(now_s + 10_000, actions["put off"])
+    _run(reader, 0.0)
+    assert called == ["soon"]
+    while len(called) < 2:
+        _run(reader, 20.0)  # which it ends, too
+    assert called == ["soon", "later"]
+    assert time.monotonic() < now_s + 20
+    _run(reader, 0.0)
+    assert len(called) == 2
 
 
 def test_an_alarm_ends_a_spin_that_it_was_set_in(
@@ -543,7 +566,8 @@ def test_an_alarm_ends_a_spin_that_it_was_set_in(
 ) -> None:
     reader.spin_s = 30.0
     _wait_shortly_thrice(reader, monkeypatch)
-    monkeypatch.setattr(os, "sched_yield", lambda: reader.call_at(time.monotonic() + 10))
+    alarm_s = time.monotonic() + 10
+    monkeypatch.setattr(os, "sched_yield", lambda: reader.call_at(alarm_s, _nothing))
     assert _wait(reader, 10**9, monkeypatch).looks == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import stagelink
+from stagelink.control.reader import Reader
+from stagelink.exchange import openings
 from stagelink.transport.header import MessageKind
 from tests.support.pipelines import Ranks, line
 
@@ -120,3 +123,127 @@ def _failing(comm: stagelink.Handler) -> int:
 )
 def test_who_is_not_through_tells(ranks: Ranks, case: Any, told: list[int]) -> None:
     assert ranks.run(ranks.plan((1, 1), line(2)), case) == told
+
+
+# -- who opens
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No OPEN follows where a message is to stand for it, so that there is nothing but that."""
+    monkeypatch.setattr(openings, "_MOMENT_S", math.inf)
+    monkeypatch.setattr(Reader, "blocked", False)
+    return monkeypatch
+
+
+def _open(
+    comm: stagelink.Handler, microbatches: int, items: int | None = None
+) -> stagelink.Session:
+    """The first stage says the number, and the others learn it."""
+    return comm.train(microbatches, items=items) if comm.stage.index == 0 else comm.train()
+
+
+def _again_and_again(comm: stagelink.Handler) -> list[int]:
+    found = []
+    with posts(comm) as counted:
+        for microbatches, items in ((6, 12), (6, 12), (6, 12), (6, 11), (6, 11), (1, 1), (1, 1)):
+            with _open(comm, microbatches, items=items) as session:
+                assert (session.microbatches, session.items) == (microbatches, items)
+                _whole(comm, session)
+            found.append(counted.pop(MessageKind.OPEN, 0) // len(comm._plane.peers))
+    return found
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_session_like_the_one_before_opens_by_its_first_message(ranks: Ranks) -> None:
+    """But where some routes have no message, as with fewer microbatches than replicas."""
+    found = ranks.run(ranks.plan((2, 3, 1), line(3)), _again_and_again)
+    assert found == [[1, 0, 0, 1, 0, 1, 1]] * 6
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_an_open_follows_where_nothing_is_sent(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, blocked: bool
+) -> None:
+    """A rank may wait, before it sends, for what its peers do in the session."""
+    monkeypatch.setattr(Reader, "blocked", blocked)
+    plan = ranks.plan((1, 1), line(2), limits={"first_deadline_s": 10.0})
+    told, _ = ranks.run(plan, _reduces_before_it_sends)
+    assert told == 1
+
+
+def _reduces_before_it_sends(comm: stagelink.Handler) -> int:
+    with _open(comm, 2) as session:
+        _whole(comm, session)
+    with posts(comm) as found, _open(comm, 2) as session:
+        comm.reduce([0.0])
+        _whole(comm, session)
+    return found[MessageKind.OPEN] // len(comm._plane.peers)
+
+
+def _changes_alone(comm: stagelink.Handler) -> None:
+    for items in (8, 8, 8 + comm.rank):
+        with comm.train(4, items=items):
+            comm.reduce([0.0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_who_has_said_nothing_does_so_where_another_says_otherwise(ranks: Ranks) -> None:
+    for rank, end in enumerate(ranks.run_to_ends(ranks.plan((1, 1), line(2)), _changes_alone)):
+        assert end.kind == "DisagreementError"
+        assert end.text.startswith(f"session 2: items is {8 + rank} on rank {rank}, ")
+
+
+def _leaves_at_once(comm: stagelink.Handler) -> None:
+    for _ in range(3):
+        with _open(comm, 2) as session:
+            assert session.microbatches == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_who_leaves_without_a_message_has_opened(ranks: Ranks) -> None:
+    ranks.run(ranks.plan((1, 1), line(2)), _leaves_at_once)
+
+
+def _sessions_ahead(comm: stagelink.Handler) -> list[int]:
+    """Session 1 is told of by nothing before the OPEN of session 2, as its messages are parked."""
+    found = []
+    for microbatches in (2, 2, 3):
+        with comm.evaluate(microbatches if comm.rank == 0 else None) as session:
+            found.append(session.microbatches)
+            if comm.rank == 1 and len(found) == 1:
+                comm.reduce([0.0])
+                assert comm._engine.sessions.records.keys() == {0}
+            for mb in range(session.microbatches):
+                if comm.rank == 0:
+                    session.isend("h0", torch.ones(3), mb)
+                else:
+                    session.recv("h0", mb)
+            if comm.rank == 0 and len(found) == 3:
+                comm.reduce([0.0])
+    return found
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_session_whose_messages_wait_is_told_of_by_a_later_one(ranks: Ranks) -> None:
+    plan = ranks.plan((1, 1), line(2), window=1, schedule="forward")
+    assert ranks.run(plan, _sessions_ahead) == [[2, 2, 3]] * 2
+
+
+def _kept(comm: stagelink.Handler) -> list[int]:
+    """What is kept at most, of many sessions; some are as the one before."""
+    sessions = comm._engine.sessions
+    found = [0, 0, 0]
+    for number in range(60):
+        with _open(comm, 6 + number // 2 % 3) as session:
+            _whole(comm, session)
+        terms = [said._terms for said in sessions.openings._peers.values()]
+        sizes = len(sessions.records), len(sessions.openings._own._terms), *map(len, terms)
+        found = [max(found[0], sizes[0]), max(found[1], sizes[1]), max(found[2], *sizes[2:])]
+    return found
+
+
+def test_sessions_that_are_over_are_forgotten(ranks: Ranks) -> None:
+    for records, own, theirs in ranks.run(ranks.plan((2, 2), line(2)), _kept):
+        assert records <= 4
+        assert max(own, theirs) <= 6

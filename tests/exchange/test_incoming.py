@@ -36,7 +36,7 @@ class Rank:
             wiring=SimpleNamespace(into={(0, Direction.FORWARD, 0): route}),
             plan=SimpleNamespace(limits=SimpleNamespace(receive_bytes=None)),
         )
-        sessions: Any = SimpleNamespace(find=lambda number: None, records={}, left=-1)
+        sessions: Any = SimpleNamespace(find=lambda number, peer: None, records={}, left=-1)
         self.incoming = Incoming(node, sessions, cast("Any", self), None)
 
     def give_credit(self, *to: int) -> None:

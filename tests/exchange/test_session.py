@@ -645,7 +645,10 @@ def test_later_stages_learn_the_numbers(ranks: Ranks) -> None:
     assert ranks.run(plan, _learned) == [(5, 17, "train")] * 6
 
 
-def _disagree(comm: stagelink.Handler, field: str) -> None:
+def _disagree(comm: stagelink.Handler, field: str, before: int) -> None:
+    for _ in range(before):
+        with comm.train(4, items=8):
+            comm.reduce([0.0])
     other = comm.rank == 1
     match field:
         case "mode":
@@ -662,13 +665,16 @@ def _disagree(comm: stagelink.Handler, field: str) -> None:
     ("field", "zero", "one"),
     [("mode", "'train'", "'evaluate'"), ("microbatches", "4", "6"), ("items", "8", "9")],
 )
-def test_other_openings_are_told_on_both(ranks: Ranks, field: str, zero: str, one: str) -> None:
-    for rank, end in enumerate(ranks.run_to_ends(ranks.plan(), _disagree, field)):
+@pytest.mark.parametrize("before", [0, 2])
+def test_other_openings_are_told_on_both(
+    ranks: Ranks, field: str, zero: str, one: str, before: int
+) -> None:
+    for rank, end in enumerate(ranks.run_to_ends(ranks.plan(), _disagree, field, before)):
         here, there = (zero, one) if rank == 0 else (one, zero)
         # Each finds it by itself, whoever of them fails first.
         assert end.kind == "DisagreementError"
         assert end.text.startswith(
-            f"session 0: {field} is {here} on rank {rank}, {there} on rank {1 - rank}; every rank"
+            f"session {before}: {field} is {here} on rank {rank}, {there} on rank {1 - rank}; "
         )
 
 

@@ -70,7 +70,6 @@ class Door:
         self._accepted: dict[Connection, float] = {}
         self._resume_s = math.inf
         self._paused = False
-        reader.on_alarm = self._look
 
     # -- the handshake
 
@@ -174,7 +173,7 @@ class Door:
 
     def _set_alarm(self) -> None:
         oldest_s = next(iter(self._accepted.values()), math.inf)
-        self._reader.call_at(min(oldest_s + self._patience_s, self._resume_s))
+        self._reader.call_at(min(oldest_s + self._patience_s, self._resume_s), self._look)
 
     def _on_listener(self, listener: socket.socket, mask: int) -> None:
         del mask

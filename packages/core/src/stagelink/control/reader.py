@@ -72,7 +72,6 @@ class Reader:
         lock: guards everything that a ``ready`` looks at.
         on_long_wait: called about once a second in long waits, without the lock, by each.
         on_error: called on the reading thread with what went wrong in a turn; may raise it.
-        on_alarm: called in the turn after the moment that `call_at` was given.
         spin_s: seconds that a turn may poll before it blocks; how long is its own affair.
         ending: whether a failure or a close has begun; only then is a wait's ``check`` called.
         last_call_s: when a caller was last active, by the monotonic clock, which callers that do
@@ -82,7 +81,6 @@ class Reader:
     def __init__(self, name: str) -> None:
         self.lock = threading.RLock()
         self.on_long_wait: Callable[[], None] | None = None
-        self.on_alarm: Callable[[], None] = lambda: None
         self.on_error: Callable[[BaseException], None] | None = None
         self.spin_s = 0.0
         self.ending = False
@@ -92,6 +90,7 @@ class Reader:
         self._bells: list[Bell] = []  # to be used again: to make one costs as much as a look
         self.last_call_s = self._last_turn = 0.0
         self._short_waits = self._turns_of_calls = 0
+        self._alarms: dict[Callable[[], None], float] = {}
         self._alarm_s = math.inf
         self._ready: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
@@ -158,11 +157,22 @@ class Reader:
         self._calls.append(action)
         self._wake_blocked()
 
-    def call_at(self, moment_s: float) -> None:
-        """Call `on_alarm` once at that moment of the monotonic clock, and at no other."""
-        sooner, self._alarm_s = moment_s < self._alarm_s, moment_s
+    def call_at(self, moment_s: float, action: Callable[[], None]) -> None:
+        """Call ``action()`` once, in the turn after that moment of the monotonic clock.
+
+        And at no moment that was given for it before; from any thread.
+        """
+        with self.lock:
+            self._alarms[action] = moment_s
+            sooner = moment_s < self._alarm_s
+            self._alarm_s = min(self._alarms.values())
         if sooner:
             self._wake_blocked()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a thread would have to be woken to be told of a moment."""
+        return self._phase is _BLOCKED or self._standby_phase is _BLOCKED
 
     # -- who reads
 
@@ -329,8 +339,16 @@ class Reader:
         if self._watches.due:
             self._watches.act()
         if self._alarm_s < math.inf and self._alarm_s <= time.monotonic():
-            self._alarm_s = math.inf
-            self.on_alarm()
+            self._call_due(time.monotonic())
+
+    def _call_due(self, now_s: float) -> None:
+        with self.lock:
+            due = [action for action, moment_s in self._alarms.items() if moment_s <= now_s]
+            for action in due:
+                del self._alarms[action]
+            self._alarm_s = min(self._alarms.values(), default=math.inf)
+        for action in due:
+            action()
 
     def _wait_for_input(self) -> None:
         """Block until a turn would not, and read nothing."""

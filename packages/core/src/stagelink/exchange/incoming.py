@@ -98,7 +98,7 @@ class Incoming:
         arrival.route = route
         with self._plane.lock:
             sessions = self._sessions
-            record = sessions.records.get(header.session) or sessions.find(header.session)
+            record = sessions.records.get(header.session) or sessions.find(header.session, peer)
             if record is not None:
                 record.check(header.microbatch)
             if route.answers is not None:

@@ -12,7 +12,8 @@ import torch
 
 from stagelink.exchange.engine import Engine
 from stagelink.exchange.handles import RecvHandle, SendHandle
-from stagelink.exchange.sessions import STOPPED, Opening, SessionRecord
+from stagelink.exchange.openings import Opening
+from stagelink.exchange.sessions import STOPPED, SessionRecord
 from stagelink.exchange.traffic import Traffic
 from stagelink.schedule import Action, Mode, actions_of
 

@@ -1,8 +1,4 @@
-"""Agreement of ranks on each session: how it opens, where its data end, who left it.
-
-Every rank opens its sessions in the same order. The first stage says how many microbatches there
-are; the others may say so too, or learn it from the OPEN of a neighbour. All that say something
-must say the same.
+"""State of each session: how it opens, where its data end, who left it.
 
 A session may be open-ended: its data run out on the first stage and nowhere else. Its ranks then
 say the number in a LAST message, the end of the stream, to the ranks that take from them, which
@@ -12,39 +8,23 @@ in flight by a transport, so it is a number, not a mark.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple
 
 from stagelink.control.connection import Frame
-from stagelink.control.framing import decode, encode
+from stagelink.control.framing import decode
 from stagelink.control.plane import Plane
-from stagelink.deadline import Deadline
-from stagelink.errors import DisagreementError, PeerClosedError, PlanError, ProtocolError
+from stagelink.errors import DisagreementError, PeerClosedError, ProtocolError
+from stagelink.exchange.openings import Opening, Openings
 from stagelink.links.arrival import Key
 from stagelink.links.topology import followers_of, siblings_of
 from stagelink.plan import Plan
-from stagelink.schedule import UNTIL_END, Mode, check_microbatches
+from stagelink.schedule import UNTIL_END, Mode
 from stagelink.transport.header import Header, MessageKind
 
 _AFTER_ALL = 2**32
 
 STOPPED = " because it was stopped"
 """Why a rank left that wants all to leave."""
-
-
-class Opening(NamedTuple):
-    """Terms of a session that ranks agree on.
-
-    Attributes:
-        mode: ``"train"`` (gradients come back) or ``"evaluate"`` (forward only).
-        microbatches: how many in the whole pipeline.
-        items: samples in the batch, None where nobody counts.
-    """
-
-    mode: Mode
-    microbatches: int
-    items: int | None
 
 
 class _End(NamedTuple):
@@ -75,8 +55,7 @@ class SessionRecord:
 
     Attributes:
         number: the session's, from 0.
-        mine: how this rank opened it; None before.
-        theirs: how peers opened it, by peer.
+        open_ended: whether this rank has opened it, and its number of microbatches comes later.
         count: how many microbatches it turned out to have; None: not known, or not needed.
         siblings_count: the same as another replica of the first stage says it.
         highest: the last microbatch that is known of, as long as the count is not.
@@ -85,13 +64,12 @@ class SessionRecord:
     """
 
     __slots__ = (
-        "count", "ended", "highest", "mine", "number", "siblings_count", "stopped", "theirs",
+        "count", "ended", "highest", "number", "open_ended", "siblings_count", "stopped",
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.mine: Opening | None = None
-        self.theirs: dict[int, Opening] = {}
+        self.open_ended = False
         self.count: int | None = None
         self.siblings_count: int | None = None
         self.highest = -1
@@ -118,33 +96,39 @@ class Sessions:
     Attributes:
         left: the last session that this rank has left, -1 at first.
         records: by session, of those that are known here; see `find`.
+        openings: how each is opened.
     """
 
     def __init__(self, plane: Plane, plan: Plan) -> None:
-        self.left = self._last = -1
+        self.left = -1
         self._plane = plane
-        self._plan = plan
         self._followers = followers_of(plan, plane.rank)
         # Replicas of a first stage compare with each other: two that end differently are found
         # even if nobody takes from both.
         self._siblings = siblings_of(plan, plane.rank)
         self.records: dict[int, SessionRecord] = {}
-        self._opened: dict[int, int] = {}
-        plane.handle(MessageKind.OPEN, self._on_open)
+        self.openings = Openings(plane, plan)
         plane.handle(MessageKind.LAST, self._on_last)
         plane.handle(MessageKind.END, self._on_end)
 
-    def find(self, number: int) -> SessionRecord | None:
-        """The record of a session; None of one that was forgotten. With the plane's lock held."""
+    def find(self, number: int, peer: int) -> SessionRecord | None:
+        """The record of a session that a peer sends something of; None of one that was forgotten.
+
+        With the plane's lock held.
+        """
         record = self.records.get(number)
         if record is None and number > self.left:
             record = self.records[number] = SessionRecord(number)
+            self.openings.is_open(peer, number)
         return record
 
     def leave(self, number: int) -> None:
         """This rank leaves a session, and all before it; with the plane's lock held."""
-        self.left = self._last = max(number, self.left)
-        self._forget()
+        self.left = max(number, self.left)
+        for known, record in [*self.records.items()]:
+            # Of an open-ended one others may still say another number, as of the last one left.
+            if known < number and not (record.open_ended and self.openings.is_awaited(known)):
+                del self.records[known]
 
     def close(self) -> None:
         """Leave every session that there may be; with the plane's lock held.
@@ -152,18 +136,7 @@ class Sessions:
         The last record is kept: another replica's count may still come, and be another one.
         """
         self.left = _AFTER_ALL
-
-    def _forget(self) -> None:
-        """Keep nothing of a session before the last one left that every peer has opened.
-
-        Of the last one as well others may still be wrong.
-        """
-        gone, peers = self._plane.gone, self._plane.peers
-        for number, record in [*self.records.items()]:
-            if number >= self._last or len(record.theirs) + len(gone) < len(peers):
-                return  # nor those after it
-            if all(peer in record.theirs or peer in gone for peer in peers):
-                del self.records[number]
+        self.openings.tell_last()  # so that who hears the goodbye knows which were opened
 
     # -- how it opens
 
@@ -182,85 +155,17 @@ class Sessions:
             DisagreementError: a peer opened the same session with other values.
             PeerClosedError: a peer closed while its opening was waited for.
         """
-        with self._plane.lock:
-            record = self.records.setdefault(number, SessionRecord(number))
-        if microbatches is None:
-            self._plane.wait(lambda: self._heard(record), Deadline(float("inf")))
-            with self._plane.lock:
-                learned = next(iter(record.theirs.values()))
-            microbatches, items = learned.microbatches, learned.items if items is None else items
-        mine = Opening(mode, microbatches, items)
-        # First of all: a peer that disagrees must hear it before it hears that this rank failed.
-        header, note = Header(MessageKind.OPEN, session=number), _note(mine)
-        for peer in self._plane.peers:
-            self._plane.post(peer, header, note)
-        with self._plane.lock:
-            record.mine = mine
-            heard = dict(record.theirs)
-        for peer, theirs in heard.items():
-            try:
-                self._compare_openings(number, mine, peer, theirs)
-            except DisagreementError as error:
-                self._plane.failure.fail(error)
-                raise
-        return record, mine
-
-    def _heard(self, record: SessionRecord) -> bool:
-        if record.theirs:
-            return True
-        for peer in self._plane.gone:
-            self._plane.goodbyes.check_here(peer, f"the opening of session {record.number}")
-        return False
-
-    def _on_open(self, peer: int, frame: Frame) -> None:
-        number = frame.header.session
-        theirs = self._opening(peer, number, decode(frame.note))
-        with self._plane.lock:
-            last = self._opened.get(peer, -1)
-            if number <= last:
-                raise ProtocolError(
-                    f"rank {peer}: OPEN of session {number}, and it has opened session {last}"
-                )
-            self._opened[peer] = number
-            record = self.find(number)
-            if record is None:
-                return
-            record.theirs[peer] = theirs
-            mine = record.mine
-            if number < self.left:
-                self._forget()
-        if mine is not None:
-            self._compare_openings(number, mine, peer, theirs)
-
-    def _opening(self, peer: int, number: int, said: Mapping[str, object]) -> Opening:
-        """What a peer says, if it can be: it is computed with before anybody compares it."""
-
-        def wrong(field: str, allowed: str) -> ProtocolError:
-            return ProtocolError(
-                f"rank {peer}: OPEN of session {number} with {field} {said.get(field)!r:.50}; "
-                f"it is {allowed}"
-            )
-
-        mode, microbatches, items = (said.get(field) for field in Opening._fields)
-        if mode not in get_args(Mode):
-            raise wrong("mode", " or ".join(map(repr, get_args(Mode))))
-        if items is not None and (type(items) is not int or items < 0):
-            raise wrong("items", "a number from 0, or null")
         try:
-            return Opening(cast("Mode", mode), check_microbatches(self._plan, microbatches), items)
-        except PlanError as error:
-            raise wrong("microbatches", f"a number that the plan allows: {error}") from None
-
-    def _compare_openings(self, number: int, mine: Opening, peer: int, theirs: Opening) -> None:
-        if mine == theirs:
-            return
-        for field, here, there in zip(Opening._fields, mine, theirs, strict=True):
-            if here != there and not (field == "items" and None in (here, there)):
-                raise DisagreementError(
-                    f"session {number}: {field} is {_shown(here)} on rank {self._plane.rank}, "
-                    f"{_shown(there)} on rank {peer}; every rank opens the same sessions in one "
-                    "order, and all replicas of the first stage are given the same batches"
-                )
+            opening = self.openings.open(number, mode, microbatches, items)
+            with self._plane.lock:
+                record = self.records.get(number)
+                if record is None:
+                    record = self.records[number] = SessionRecord(number)
+        except BaseException as error:
+            self._plane.failure.interrupted(error)  # some peers may have been told
+            raise
+        record.open_ended = opening.microbatches == UNTIL_END
+        return record, opening
 
     # -- where its data end
 
@@ -292,7 +197,7 @@ class Sessions:
                 "are 0 or more"
             )
         with self._plane.lock:
-            record = self.find(number)
+            record = self.find(number, peer)
         if record is None:
             return
         if microbatches <= record.highest:
@@ -309,7 +214,7 @@ class Sessions:
     def _on_end(self, peer: int, frame: Frame) -> None:
         end, number = _End.unpack(frame.note), frame.header.session
         with self._plane.lock:
-            record = self.find(number)
+            record = self.find(number, peer)
             if record is not None and number > self.left:
                 record.ended[peer] = end
                 record.stopped |= end.why == STOPPED
@@ -339,15 +244,6 @@ class Sessions:
             why = "" if end is None else end.why
         what = self._plane.gone.get(peer) or f"left session {key.session}"
         raise PeerClosedError(f"rank {self._plane.rank}: peer rank {peer} {what}{why}; {awaited}")
-
-
-@lru_cache
-def _note(opening: Opening) -> bytes:
-    return encode(opening._asdict())
-
-
-def _shown(value: object) -> str:
-    return "until the end" if value == UNTIL_END else repr(value)
 
 
 def _compare_counts(number: int, one: int | None, other: int) -> None:
