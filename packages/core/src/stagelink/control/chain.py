@@ -37,11 +37,7 @@ class _Step(NamedTuple):
 
 
 class Chain:
-    """Waits of one rank, and what it hears of the others'.
-
-    Attributes:
-        waits: what each thread waits for, by its identifier.
-    """
+    """Waits of one rank, and what it hears of the others'."""
 
     def __init__(
         self,
@@ -56,7 +52,7 @@ class Chain:
         self._peers = peers
         self._post = post
         self._wait = wait
-        self.waits: dict[int, Awaited] = {}
+        self.waits: dict[int, Awaited] = {}  # what each thread waits for, by its identifier
         self._heard: dict[int, dict[int, _Step]] = {}
         self._asked = 0
 

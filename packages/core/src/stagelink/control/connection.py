@@ -67,14 +67,6 @@ class Connection:
 
     ``on_blocked`` is called once when output begins to queue, so that somebody watches for room,
     and ``on_handed`` when the other end has handed over a frame, on its thread.
-
-    Attributes:
-        number: what no other connection of this process has.
-        peer: the other end's rank, None until it has said HELLO.
-        greeted: whether this end has said HELLO; only then may it say anything else.
-        ended: whether the end of the peer's stream was read.
-        lost_by: the system's error that broke the connection; None where there was none.
-        handed_over: frames of the other end, where that is in this process; see `handed`.
     """
 
     def __init__(
@@ -84,13 +76,14 @@ class Connection:
         on_handed: Callable[[Connection], None],
         check_proof: Callable[[bytes], None] | None = None,
     ) -> None:
-        self.number = next(_numbers)
+        self.number = next(_numbers)  # what no other connection of this process has
         _connections[self.number] = self
         sock.setblocking(False)
         self.sock = sock
-        self.peer: int | None = None
-        self.greeted = False
-        self.ended = False
+        self.peer: int | None = None  # the other end's rank, None until it has said HELLO
+        self.greeted = False  # whether this end has said HELLO; only then may it say anything else
+        self.ended = False  # whether the end of the peer's stream was read
+        # the system's error that broke the connection; None where there was none
         self.lost_by: OSError | None = None
         self.address = _LOOPBACK if sock.family == socket.AF_UNIX else sock.getsockname()[0]
         self._passes_fds = sock.family == socket.AF_UNIX
@@ -100,6 +93,7 @@ class Connection:
         self._out: deque[_Chunk] = deque()
         self._writes = _Writes.OPEN
         self._twin: Connection | None = None
+        # frames of the other end, where that is in this process; see `handed`
         self.handed_over: deque[Frame] = deque()
         # One buffer for all reads: a fresh one of this size costs more than the system call.
         self._buffer = memoryview(bytearray(READ_BYTES))

@@ -42,11 +42,6 @@ class Door:
 
     Those whose peer is known go to ``connections``. The reader calls ``on_ready`` with any of
     them, and what it is ready for.
-
-    Attributes:
-        on_hello: judges the first frame of a connection, see `expect`.
-        shortage: why the last connection could not be accepted; empty where it was.
-        strangers: those that were accepted or dialled.
     """
 
     def __init__(
@@ -57,13 +52,14 @@ class Door:
         failure: Failure,
         on_ready: Callable[[Connection, int], None],
     ) -> None:
-        self.shortage = ""
-        self.strangers: set[Connection] = set()
+        self.shortage = ""  # why the last connection could not be accepted; empty where it was
+        self.strangers: set[Connection] = set()  # those that were accepted or dialled
         self._rank = rank
         self._reader = reader
         self._connections = connections
         self._failure = failure
         self._on_ready = on_ready
+        # judges the first frame of a connection, see `expect`
         self.on_hello: Callable[[Connection, Frame], None] = _expect_nobody
         self._check_proof: Callable[[bytes], None] = _expect_nobody
         self._listeners: list[socket.socket] = []

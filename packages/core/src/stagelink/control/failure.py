@@ -48,11 +48,6 @@ class Failure:
     """The failure of one rank's handler.
 
     To ``tell`` is to send the cause to all peers but the one that told this rank, at once.
-
-    Attributes:
-        state: whether the handler is open otherwise.
-        error: what every later call raises; None while nothing has failed.
-        cause: what other ranks are told: the ``rank`` where it began and its ``text``.
     """
 
     def __init__(
@@ -62,8 +57,10 @@ class Failure:
         ended: Mapping[int, str],
         tell: Callable[[int | None], None],
     ) -> None:
-        self.state = State.OPEN
+        self.state = State.OPEN  # whether the handler is open otherwise
+        # what every later call raises; None while nothing has failed
         self.error: StagelinkError | None = None
+        # what other ranks are told: the ``rank`` where it began and its ``text``
         self.cause: Mapping[str, Any] = {}
         self._rank = rank
         self._reader = reader

@@ -15,20 +15,14 @@ from stagelink.transport.header import Header, MessageKind
 
 
 class Goodbyes:
-    """Goodbyes of one rank; its reader's lock guards them.
-
-    Attributes:
-        gone: peers that said goodbye, and how they left.
-        ended: those of them whose connection has ended, so that nothing reaches them any more.
-        said: peers to which this rank has said goodbye.
-        farewell: how this rank leaves, told with its goodbye.
-    """
+    """Goodbyes of one rank; its reader's lock guards them."""
 
     def __init__(self, rank: int, reader: Reader, connections: Mapping[int, Connection]) -> None:
-        self.gone: dict[int, str] = {}
+        self.gone: dict[int, str] = {}  # peers that said goodbye, and how they left
+        # those of them whose connection has ended, so that nothing reaches them any more
         self.ended: dict[int, str] = {}
-        self.said: set[int] = set()
-        self.farewell = "closed"
+        self.said: set[int] = set()  # peers to which this rank has said goodbye
+        self.farewell = "closed"  # how this rank leaves, told with its goodbye
         self._rank = rank
         self._reader = reader
         self._connections = connections

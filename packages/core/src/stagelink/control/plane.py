@@ -51,32 +51,25 @@ _planes: weakref.WeakSet[Plane] = weakref.WeakSet()
 
 
 class Plane:
-    """Connections of one rank, reading, and dispatch.
-
-    Attributes:
-        connections: to each peer. What may not come behind this rank's goodbye is sent on one
-            with the lock held, and not to those in ``goodbyes.said``: by `post`, where no frame of
-            Python's is to be spared.
-        lock: guards what handlers change and waiting callers look at.
-        changed: has every waiting caller look again.
-        failure: what ends the use of this rank's handler.
-        check: raises if it can no longer be used, see `Failure.check`.
-        fail: fails it, see `Failure.fail`.
-        gone: peers that said goodbye, and how they left, see `Goodbyes`.
-    """
+    """Connections of one rank, reading, and dispatch."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        # to each peer. What may not come behind this rank's goodbye is sent on one with the lock
+        # held, and not to those in ``goodbyes.said``: by `post`, where no frame of Python's is to
+        # be spared
         self.connections: dict[int, Connection] = {}
         self._process = os.getpid()
         self.reader = Reader(f"stagelink-reader-{rank}")
-        self.lock = self.reader.lock
-        self.changed = self.reader.changed
+        self.lock = self.reader.lock  # guards what handlers change and waiting callers look at
+        self.changed = self.reader.changed  # has every waiting caller look again
         self.goodbyes = Goodbyes(rank, self.reader, self.connections)
+        # peers that said goodbye, and how they left, see `Goodbyes`
         self.gone = self.goodbyes.gone
+        # what ends the use of this rank's handler
         self.failure = Failure(rank, self.reader, self.goodbyes.ended, self._tell_failure)
-        self.check = self.failure.check
-        self.fail = self.failure.fail
+        self.check = self.failure.check  # raises if it can no longer be used, see `Failure.check`
+        self.fail = self.failure.fail  # fails it, see `Failure.fail`
         self.door = Door(rank, self.reader, self.connections, self.failure, self._on_ready)
         self.chain = Chain(rank, self.reader, self.connections, self.post, self.wait)
         self._handlers: dict[MessageKind, MessageHandler] = {

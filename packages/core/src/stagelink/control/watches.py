@@ -28,19 +28,15 @@ Action = Callable[[], bool]
 
 
 class Bell:
-    """Wake-up call of one thread.
-
-    Attributes:
-        thread: whose it is.
-        heard: called without blocking, whether it was rung since this, or `sleep`, was last
-            called; in C, as every wait asks.
-    """
+    """Wake-up call of one thread."""
 
     __slots__ = ("_rung", "heard", "thread")
 
     def __init__(self, thread: int = 0) -> None:
-        self.thread = thread
+        self.thread = thread  # whose it is
         self._rung = threading.Lock()
+        # called without blocking, whether it was rung since this, or `sleep`, was last called; in
+        # C, as every wait asks
         self.heard: Callable[[], bool] = partial(self._rung.acquire, blocking=False)
         self.heard()
 

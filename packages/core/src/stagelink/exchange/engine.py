@@ -27,22 +27,7 @@ logger = logging.getLogger("stagelink")
 
 
 class Engine:
-    """Everything that `Handler` drives.
-
-    Args:
-        node: this rank among the others.
-
-    Attributes:
-        node: as given.
-        plan, rank: its plan, and this rank.
-        plane: its control plane.
-        sessions: what the ranks say of each session.
-        out: what it sends.
-        into: what it receives.
-        table: the routes of each tensor and microbatch.
-        terms: what messages have in common, by the session's mode.
-        reducer: small values over all ranks.
-    """
+    """Everything that `Handler` drives: of a node its messages, sessions, routes and reductions."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -56,7 +41,7 @@ class Engine:
         self.into = Incoming(node, self.sessions, self.out, observe)
         self.table = RoutingTable(plan, rank, node.wiring)
         inline_bytes, device = plan.control.inline_bytes, device_here(plan.stage_of(rank).device)
-        self.terms: dict[Mode, Terms] = {
+        self.terms: dict[Mode, Terms] = {  # what messages of a session have in common
             "train": Terms(True, inline_bytes, device, device.type == "cpu"),
             "evaluate": Terms(False, inline_bytes, device, device.type == "cpu"),
         }

@@ -17,16 +17,13 @@ A = TypeVar("A", bound="Arrival")
 
 
 class Inbox(Generic[A]):
-    """Arrivals by key; used under the plane's lock.
-
-    Attributes:
-        get: gives the arrival with a key, which stays; None where there is none.
-        held_bytes: of the payloads of all arrivals, in whole, also where they are still coming.
-    """
+    """Arrivals by key; used under the plane's lock."""
 
     def __init__(self) -> None:
+        # of the payloads of all arrivals, in whole, also where they are still coming
         self.held_bytes = 0
         self._arrivals: dict[Key, A] = {}
+        # gives the arrival with a key, which stays; None where there is none
         self.get: Callable[[Key], A | None] = self._arrivals.get
         self._last: dict[tuple[int, int, Direction, int], int] = {}
 

@@ -20,16 +20,7 @@ _SHOWN = 5
 
 
 class RoutingTable:
-    """The routes of one rank by tensor and microbatch, found once and looked up from then on.
-
-    Attributes:
-        period: microbatches after which routes repeat.
-        inputs: the tensors that a microbatch's forward takes.
-        edges: indices of the edges that begin or end at this rank's stage.
-        produced: of those that begin there.
-        out: routes to the consumers of a tensor, by its name and the place in the period.
-        into: the route from the producer of a tensor, likewise.
-    """
+    """The routes of one rank by tensor and microbatch, found once and looked up from then on."""
 
     def __init__(self, plan: Plan, rank: int, wiring: Wiring) -> None:
         self._plan = plan
@@ -40,12 +31,17 @@ class RoutingTable:
         self._last_count, self._last_mine = 0, microbatches_of(self._stage, self._replica, 0)
         self._outputs = _by_name(plan.outputs(self._stage.index))
         self._inputs = _by_name(plan.inputs(self._stage.index))
+        # microbatches after which routes repeat
         self.period = lcm(*(period(stage) for stage in plan.stages))
-        self.inputs = tuple(self._inputs)
+        self.inputs = tuple(self._inputs)  # the tensors that a microbatch's forward takes
         stage = self._stage.index
+        # indices of the edges that begin there
         self.produced = frozenset(edge.index for edge in plan.outputs(stage))
+        # indices of the edges that begin or end at this rank's stage
         self.edges = (*(edge.index for edge in plan.inputs(stage)), *self.produced)
+        # routes to the consumers of a tensor, by its name and the place in the period
         self.out: dict[tuple[str, int], tuple[OutRoute, ...]] = {}
+        # the route from the producer of a tensor, likewise
         self.into: dict[tuple[str, int], InRoute] = {}
 
     def outgoing(self, name: str, microbatch: int) -> tuple[OutRoute, ...]:

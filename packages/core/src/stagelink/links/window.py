@@ -23,14 +23,10 @@ class _Parked(NamedTuple):
 
 
 class Window:
-    """Credit of one edge towards one peer; used under the plane's lock.
-
-    Attributes:
-        size: how many messages may be outstanding; set anew by each session.
-    """
+    """Credit of one edge towards one peer; used under the plane's lock."""
 
     def __init__(self) -> None:
-        self.size = 1
+        self.size = 1  # how many messages may be outstanding; set anew by each session
         self._outstanding: dict[tuple[int, int], None] = {}
         self._parked: deque[_Parked] = deque()
         self._starting: set[tuple[int, int]] = set()

@@ -42,14 +42,6 @@ class Wiring:
     Args:
         on_ready: called with each peer that has opened, or begins to open, its links with this
             rank; None: `open` waits for all of them.
-
-    Attributes:
-        out: the routes that begin here.
-        into: the routes that end here.
-        towards: the routes that begin here, by peer.
-        links_to: the links that carry those, by peer.
-        counters: totals per link.
-        receivers_closed: whether it is their receivers' doing that `drain` left messages behind.
     """
 
     def __init__(
@@ -65,11 +57,14 @@ class Wiring:
         self.plane = plane
         self.pool = pool
         self.rendezvous = rendezvous
-        self.out: dict[RouteKey, OutRoute] = {}
-        self.into: dict[RouteKey, InRoute] = {}
+        self.out: dict[RouteKey, OutRoute] = {}  # the routes that begin here
+        self.into: dict[RouteKey, InRoute] = {}  # the routes that end here
+        # the routes that begin here, by peer
         self.towards: defaultdict[int, list[OutRoute]] = defaultdict(list)
+        # the links that carry those, by peer
         self.links_to: defaultdict[int, set[OutLink]] = defaultdict(set)
-        self.counters: dict[Link, LinkCounters] = {}
+        self.counters: dict[Link, LinkCounters] = {}  # totals per link
+        # whether it is their receivers' doing that `drain` left messages behind
         self.receivers_closed = False
         self._plan = plan
         self._windows: Counter[Link] = Counter()

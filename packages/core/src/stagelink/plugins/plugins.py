@@ -54,11 +54,6 @@ class Plugins:
             this process only: ranks in other processes must be given them too.
         observers: modules or objects with hook implementations.
 
-    Attributes:
-        hooks: the hooks of all plugins loaded so far.
-        transports: the installed transports.
-        observers: the installed observers.
-
     Raises:
         PluginError: from every call; what was given or asked for is wrong, disabled, or provided
             twice.
@@ -67,9 +62,9 @@ class Plugins:
     def __init__(
         self, transports: Iterable[type[Transport]] = (), observers: Iterable[object] = ()
     ) -> None:
-        self.hooks = Relay()
-        self.transports = discover(TRANSPORTS)
-        self.observers = discover(OBSERVERS)
+        self.hooks = Relay()  # the hooks of all plugins loaded so far
+        self.transports = discover(TRANSPORTS)  # the installed transports
+        self.observers = discover(OBSERVERS)  # the installed observers
         self._registered: dict[str, type[Transport]] = {}
         self._loaded: dict[str, type[Transport]] = {}
         for cls in transports:

@@ -41,11 +41,7 @@ def start_rank_server() -> None:
 
 
 class Worker:
-    """One live rank process and its pipe.
-
-    Attributes:
-        descriptors: the file descriptors that it costs the starting process.
-    """
+    """One live rank process and its pipe."""
 
     def __init__(self) -> None:
         self._directory = TemporaryDirectory(prefix="stagelink-rank-")
@@ -59,6 +55,7 @@ class Worker:
         self.process.start()
         theirs.close()
         # By looking, since multiprocessing has some that it does not tell of.
+        # the file descriptors that it costs the starting process
         self.descriptors = open_descriptors().keys() - before.keys()
 
     @property

@@ -36,21 +36,15 @@ END = Batch(items=0, microbatches=0)
 
 
 class Feed:
-    """Share of a first stage's replica of the batches, which it sees one at a time.
-
-    Attributes:
-        batches: how many have been taken in.
-        items: their samples.
-        microbatches: their microbatches: the number of the next one.
-    """
+    """Share of a first stage's replica of the batches, which it sees one at a time."""
 
     def __init__(self, batches: Iterator[Batch], mine: Container[int]) -> None:
         self._source = batches
         self._mine = mine
         self._parts: dict[int, dict[str, torch.Tensor]] = {}
-        self.batches = 0
-        self.items = 0
-        self.microbatches = 0
+        self.batches = 0  # how many have been taken in
+        self.items = 0  # their samples
+        self.microbatches = 0  # their microbatches: the number of the next one
 
     def reaches(self, microbatch: int) -> bool:
         """Take batches in until there is such a microbatch; False where they run out before."""

@@ -27,12 +27,6 @@ Tensors = Mapping[str, torch.Tensor | None]
 class Names:
     """The names that matter on one stage; the last one needs the target where it is ``scored``.
 
-    Attributes:
-        first: whether the stage receives nothing, and so takes batches.
-        last: whether the loss is computed here.
-        receives: tensors that come from other stages, in the plan's order.
-        produces: tensors that go to other stages, in the plan's order.
-
     Raises:
         UsageError: module and plan do not fit; or, from its calls, what these are given.
     """
@@ -40,10 +34,12 @@ class Names:
     def __init__(
         self, module: torch.nn.Module, plan: Plan, stage: Stage, *, scored: bool = True
     ) -> None:
+        # tensors that come from other stages, in the plan's order
         self.receives = tuple(edge.tensor.name for edge in plan.inputs(stage.index))
+        # tensors that go to other stages, in the plan's order
         self.produces = tuple(dict.fromkeys(e.tensor.name for e in plan.outputs(stage.index)))
-        self.first = not self.receives
-        self.last = stage.index == len(plan.stages) - 1
+        self.first = not self.receives  # whether the stage receives nothing, and so takes batches
+        self.last = stage.index == len(plan.stages) - 1  # whether the loss is computed here
         self._scored = scored
         self._stage = f"stage {stage.name!r}"
         self._renamed = stage.arguments

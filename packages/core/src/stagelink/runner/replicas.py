@@ -44,9 +44,6 @@ class ReplicaGroup:
     have to wait while another works through a whole batch, so waits are bounded by the plan's
     ``limits.first_deadline_s``. Tensors are flat, contiguous and on the CPU.
 
-    Attributes:
-        size: how many replicas there are.
-
     Raises:
         DeadlineError: a replica did not come in time.
         TransportError: they could not be connected.
@@ -57,7 +54,7 @@ class ReplicaGroup:
         self._comm = comm
         self._ranks = comm.stage.ranks
         self._me = comm.replica
-        self.size = len(self._ranks)
+        self.size = len(self._ranks)  # how many replicas there are
         self._deadline_s = comm.plan.limits.first_deadline_s
         self._group: Any = None
         self._dropped = False

@@ -48,9 +48,6 @@ class Scores:
     Args:
         trains: whether `finish_batch` is called behind each batch, for its gradients.
         apart: whether each microbatch's mean counts for itself, as in an asynchronous schedule.
-
-    Attributes:
-        backward_done: whether the last loss has run its own backward.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class Scores:
         self._counts: bool | None = None
         self._by_own: dict[bool, _Total] = {False: 0.0, True: 0.0}
         self._last_weight: _Total | None = None
-        self.backward_done = False
+        self.backward_done = False  # whether the last loss has run its own backward
 
     def add(self, output: Any, target: Any, items: int, of_items: int) -> torch.Tensor:
         """Count one microbatch, of so many items of the batch's.

@@ -81,18 +81,15 @@ class Clock:
 
     Args:
         comm: the handler, which counts what sends wait for room.
-
-    Attributes:
-        computing, waiting: see `Shares`.
-        sending: with the waits for room, which `fractions` moves to where they belong.
     """
 
     def __init__(self, comm: Handler) -> None:
         self._comm = comm
         self._began = time.perf_counter()
         self._waited_before = self._window_wait_s()
-        self.computing = _Stopwatch()
-        self.waiting = _Stopwatch()
+        self.computing = _Stopwatch()  # see `Shares`
+        self.waiting = _Stopwatch()  # see `Shares`
+        # with the waits for room, which `fractions` moves to where they belong
         self.sending = _Stopwatch()
 
     def _window_wait_s(self) -> float:

@@ -128,10 +128,6 @@ class GradientBuffer:
     gradient that nobody had from one that some had, which counts as zero for the others. A last
     mark says that this replica takes part in a mean. The parameters come in the same order on
     every replica, and the size is a multiple of ``multiple``.
-
-    Attributes:
-        values: gradients, then marks, then nothing of interest.
-        scratch: as large; for the reduction.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], multiple: int) -> None:
@@ -142,8 +138,9 @@ class GradientBuffer:
         dtype = parameters[0].dtype
         # A sum of halves may be too large for one where their mean is not.
         added = torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
+        # gradients, then marks, then nothing of interest
         self.values = torch.zeros(used + padding, dtype=added, device="cpu")
-        self.scratch = torch.empty_like(self.values)
+        self.scratch = torch.empty_like(self.values)  # as large; for the reduction
         parts = torch.split(self.values, [*sizes, len(parameters), 1, padding])
         *self._gradients, self._marks, self._takes_part, _ = parts
 

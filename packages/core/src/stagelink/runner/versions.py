@@ -33,13 +33,10 @@ class Versions:
     Raises:
         UsageError: a parameter has hooks, which copies would not call; or the module is scripted
             or traced, and cannot be given copies.
-
-    Attributes:
-        newest: the version that the module's parameters are now.
     """
 
     def __init__(self, module: torch.nn.Module, *, direct: bool, two: bool) -> None:
-        self.newest = 0
+        self.newest = 0  # the version that the module's parameters are now
         self._module = module
         self._direct = direct
         self._behind = 1 if two else 0

@@ -50,19 +50,14 @@ class ContractCheck:
 
     Args:
         patience_s: seconds beyond its limit after which a call counts as blocked.
-
-    Attributes:
-        patience_s: as given.
-        broken: a text for each rule that was broken.
-        unfinished: a text for each end that was left with a message which it does not go on with.
-        turns: how often an action was called, which ``turn`` describes.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self.patience_s = patience_s
-        self.broken: list[str] = []
+        self.broken: list[str] = []  # a text for each rule that was broken
+        # a text for each end that was left with a message which it does not go on with
         self.unfinished: list[str] = []
-        self.turns = 0
+        self.turns = 0  # how often an action was called, which ``turn`` describes
         self.turn = ""
         leads = {
             _Done.__call__.__code__: "done()",

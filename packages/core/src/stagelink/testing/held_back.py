@@ -59,15 +59,11 @@ def falls_silent(rank: int, world_size: int, store: Store, subject: Subject) -> 
 
 
 class _Held:
-    """What a rank's ends are not told yet.
-
-    Attributes:
-        released: whether they are told now.
-        until_s: moment of the monotonic clock until which their actions are not called.
-    """
+    """What a rank's ends are not told yet."""
 
     def __init__(self) -> None:
-        self.released = False
+        self.released = False  # whether they are told now
+        # moment of the monotonic clock until which their actions are not called
         self.until_s = 0.0
         self._senders: list[_Sender] = []
 

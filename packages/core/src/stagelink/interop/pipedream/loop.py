@@ -18,20 +18,13 @@ from stagelink.transport.interrupts import stops_caller
 
 
 class Progress:
-    """Counts of one phase on one rank.
-
-    Attributes:
-        received: minibatches of which all was received, as the caller says.
-        returned: minibatches of which all was sent back, as the caller says.
-        forwards: minibatches that went, or came, forward.
-        backwards: minibatches that have begun to go back.
-    """
+    """Counts of one phase on one rank."""
 
     def __init__(self) -> None:
-        self.received = 0
-        self.returned = 0
-        self.forwards = 0
-        self.backwards = 0
+        self.received = 0  # minibatches of which all was received, as the caller says
+        self.returned = 0  # minibatches of which all was sent back, as the caller says
+        self.forwards = 0  # minibatches that went, or came, forward
+        self.backwards = 0  # minibatches that have begun to go back
 
     def go_on(self, *, sending: bool) -> None:
         """Count a minibatch of which all was received, or with ``sending`` sent back."""

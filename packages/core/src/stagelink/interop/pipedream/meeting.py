@@ -36,9 +36,6 @@ class Meeting:
     Making one blocks until all ranks have made theirs. Nothing is written to the environment. The
     arguments are those of `CommunicationHandler`, and seconds for the others to come.
 
-    Attributes:
-        store: the job's store, for those that connect.
-
     Raises:
         PlanError, UsageError, ConnectError: as `CommunicationHandler`.
         RankTakenError: another process has this rank.
@@ -69,6 +66,7 @@ class Meeting:
         )
         try:
             self._rendezvous.enter(deadline)
+            # For those that connect.
             self.store: Store = self._rendezvous.pair_store("handler")
             self._make_group(backend, deadline)
         except BaseException:

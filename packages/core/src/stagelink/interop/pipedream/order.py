@@ -27,15 +27,10 @@ _MOST_MORE = 16
 
 
 class Assignment:
-    """The minibatches of every replica of every stage, by how many each of them has.
-
-    Attributes:
-        total: how many there are in the whole pipeline.
-        mine: for each stage and replica its minibatches, in its order.
-    """
+    """The minibatches of every replica of every stage, by how many each of them has."""
 
     def __init__(self, counts: Sequence[Sequence[int]]) -> None:
-        self.total = sum(counts[0])
+        self.total = sum(counts[0])  # how many there are in the whole pipeline
         for stage, own in enumerate(counts):
             if sum(own) != self.total:
                 raise DisagreementError(
@@ -43,7 +38,7 @@ class Assignment:
                     f"in all {self.total}, those of stage {stage} with {_listed(own)}, in all "
                     f"{sum(own)}; every stage handles every minibatch once"
                 )
-        self.mine = [_first(counts[0])]
+        self.mine = [_first(counts[0])]  # for each stage and replica its minibatches, in its order
         for own in counts[1:]:
             self.mine.append(_next(self.mine[-1], own))
 

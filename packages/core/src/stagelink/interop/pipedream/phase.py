@@ -50,12 +50,7 @@ class Place:
 
 
 class Phase:
-    """A training, or an evaluation, which has acks of some shape, from one start to its end.
-
-    Attributes:
-        mine: this rank's minibatches, numbered in the whole pipeline, in its order.
-        forward_only: whether it is an evaluation.
-    """
+    """A training, or an evaluation, which has acks of some shape, from one start to its end."""
 
     def __init__(
         self,
@@ -64,8 +59,9 @@ class Phase:
         assignment: Assignment,
         ack_shape: Sequence[int] | None,
     ) -> None:
+        # this rank's minibatches, numbered in the whole pipeline, in its order
         self.mine = assignment.mine[place.stage][place.replica]
-        self.forward_only = ack_shape is not None
+        self.forward_only = ack_shape is not None  # whether it is an evaluation
         self._rank = f"rank {place.rank}"
         self._place = place
         self._session = session
