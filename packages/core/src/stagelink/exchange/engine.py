@@ -27,7 +27,7 @@ logger = logging.getLogger("stagelink")
 
 
 class Engine:
-    """Everything that `Handler` drives: of a node its messages, sessions, routes and reductions."""
+    """Everything that `Handler` drives: messages, sessions, routes and reductions of a node."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
