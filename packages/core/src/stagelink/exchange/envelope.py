@@ -19,20 +19,14 @@ from stagelink.transport.payload import bytes_at, content_of, from_bytes, from_r
 
 
 class Terms(NamedTuple):
-    """Terms that messages of one session have in common.
+    """Terms that messages of one session have in common."""
 
-    Attributes:
-        trains: whether gradients come back.
-        inline_bytes: payloads in host memory up to this size travel in the header's frame.
-        device: where this stage's tensors are. A link to a stage on another kind of device carries
-            host memory, and each end moves what is its own.
-        on_host: whether that is host memory.
-    """
-
-    trains: bool
-    inline_bytes: int
+    trains: bool  # whether gradients come back
+    inline_bytes: int  # payloads in host memory up to this size travel in the header's frame
+    # where this stage's tensors are. A link to a stage on another kind of device carries host
+    # memory, and each end moves what is its own
     device: torch.device
-    on_host: bool
+    on_host: bool  # whether that is host memory
 
 
 def seal(  # noqa: C901 - no frame more for each message

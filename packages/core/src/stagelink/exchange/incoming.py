@@ -10,12 +10,7 @@ from functools import partial
 from stagelink.control.chain import Awaited
 from stagelink.control.connection import Frame
 from stagelink.deadline import Deadline
-from stagelink.errors import (
-    DeadlineError,
-    MessageError,
-    ProtocolError,
-    RefusedError,
-)
+from stagelink.errors import DeadlineError, MessageError, ProtocolError, RefusedError
 from stagelink.exchange.inbox import Inbox
 from stagelink.exchange.outgoing import Outgoing
 from stagelink.exchange.sessions import Sessions

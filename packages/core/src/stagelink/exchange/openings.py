@@ -32,17 +32,11 @@ _MOMENT_S = 0.05
 
 
 class Opening(NamedTuple):
-    """Terms of a session that ranks agree on.
+    """Terms of a session that ranks agree on."""
 
-    Attributes:
-        mode: ``"train"`` (gradients come back) or ``"evaluate"`` (forward only).
-        microbatches: how many in the whole pipeline.
-        items: samples in the batch, None where nobody counts.
-    """
-
-    mode: Mode
-    microbatches: int
-    items: int | None
+    mode: Mode  # ``"train"`` (gradients come back) or ``"evaluate"`` (forward only)
+    microbatches: int  # how many in the whole pipeline
+    items: int | None  # samples in the batch, None where nobody counts
 
 
 class _Said:

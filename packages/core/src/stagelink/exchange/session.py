@@ -214,12 +214,7 @@ class Session:
     # -- gradients
 
     def send_grad(
-        self,
-        name: str,
-        gradient: torch.Tensor | None,
-        microbatch: int,
-        *,
-        copy: bool = True,
+        self, name: str, gradient: torch.Tensor | None, microbatch: int, *, copy: bool = True
     ) -> SendHandle:
         """Send back the gradient of a tensor that was received; never waits for the peer.
 

@@ -28,14 +28,10 @@ STOPPED = " because it was stopped"
 
 
 class _End(NamedTuple):
-    """How a peer left a session.
+    """How a peer left a session."""
 
-    Attributes:
-        why: the error that ended it; empty where none did.
-        due: (edge, microbatch) of what it is still to send, when it has credit for it.
-    """
-
-    why: str
+    why: str  # the error that ended it; empty where none did
+    # (edge, microbatch) of what it is still to send, when it has credit for it
     due: frozenset[tuple[int, int]]
 
     @classmethod

@@ -93,12 +93,7 @@ class Node:
             "end": me.to_json(),
         }
         meeting = Meeting(
-            self.plane,
-            self.rendezvous,
-            greeting,
-            self._judge,
-            me.server,
-            self.plan.control,
+            self.plane, self.rendezvous, greeting, self._judge, me.server, self.plan.control
         )
         self.plane.reader.start()
         meeting.meet(self._neighbours[self.rank], deadline)

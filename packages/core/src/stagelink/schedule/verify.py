@@ -59,19 +59,14 @@ class Verification:
 
 
 class Grid(NamedTuple):
-    """Actions of a training session by rank and time slot, if each takes one and messages none.
+    """Actions of a training session by rank and time slot, if each takes one and messages none."""
 
-    Attributes:
-        rows: by rank, the action that ends in a slot, by the slot's number from 0.
-        waits: the action that a rank never ends, by rank; empty where there is no deadlock.
-        cycle: the ranks that wait for each other; others wait for these.
-        slots: how many there are.
-    """
-
+    # by rank, the action that ends in a slot, by the slot's number from 0
     rows: tuple[Mapping[int, Action], ...]
+    # the action that a rank never ends, by rank; empty where there is no deadlock
     waits: Mapping[int, Action]
-    cycle: frozenset[int]
-    slots: int
+    cycle: frozenset[int]  # the ranks that wait for each other; others wait for these
+    slots: int  # how many there are
 
 
 @checked(plan=instance(Plan, "a Plan"), actions=optional(MAPPING))

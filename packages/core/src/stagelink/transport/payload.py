@@ -187,9 +187,7 @@ def _requiring(tensor: torch.Tensor, given: Any) -> torch.Tensor:
 def _waited_for(given: Any, kind: type) -> torch.Tensor:
     """The result of an asynchronous collective."""
     # Not at the top: where there is such a tensor, it is loaded.
-    from torch.distributed._functional_collectives import (  # noqa: PLC0415
-        AsyncCollectiveTensor,
-    )
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: PLC0415
 
     if not issubclass(kind, AsyncCollectiveTensor):
         hint = _HINTS.get(kind.__name__, "send the tensors that it is made of")

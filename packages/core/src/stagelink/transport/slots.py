@@ -75,12 +75,7 @@ class SlotRing(Generic[_M]):
     """
 
     def __init__(
-        self,
-        make: Callable[[int], _M],
-        *,
-        most: int,
-        bound_bytes: int,
-        granule_bytes: int = 4096,
+        self, make: Callable[[int], _M], *, most: int, bound_bytes: int, granule_bytes: int = 4096
     ) -> None:
         self.most = min(max(most, 2 * _RESERVE), _MOST)
         self.largest_bytes = bound_bytes // _LARGEST_SHARE // granule_bytes * granule_bytes
