@@ -76,12 +76,7 @@ class _Said:
 
 
 class Openings:
-    """Terms on which this rank and its peers have opened their sessions.
-
-    Args:
-        plane: this rank's control plane.
-        plan: the plan.
-    """
+    """Terms on which this rank and its peers have opened their sessions."""
 
     def __init__(self, plane: Plane, plan: Plan) -> None:
         self._plane = plane

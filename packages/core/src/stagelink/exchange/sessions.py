@@ -47,37 +47,26 @@ class _End(NamedTuple):
 
 
 class SessionRecord:
-    """State of one session, as this rank and its peers have said it.
-
-    Attributes:
-        number: the session's, from 0.
-        open_ended: whether this rank has opened it, and its number of microbatches comes later.
-        count: how many microbatches it turned out to have; None: not known, or not needed.
-        siblings_count: the same as another replica of the first stage says it.
-        highest: the last microbatch that is known of, as long as the count is not.
-        ended: how peers left it, by peer.
-        stopped: whether a peer has stopped it for all.
-    """
+    """State of one session, as this rank and its peers have said it."""
 
     __slots__ = (
         "count", "ended", "highest", "number", "open_ended", "siblings_count", "stopped",
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number = number  # the session's, from 0
+        # whether this rank has opened it, and its number of microbatches comes later
         self.open_ended = False
+        # how many microbatches it turned out to have; None: not known, or not needed
         self.count: int | None = None
+        # the same as another replica of the first stage says it
         self.siblings_count: int | None = None
-        self.highest = -1
-        self.ended: dict[int, _End] = {}
-        self.stopped = False
+        self.highest = -1  # the last microbatch that is known of, as long as the count is not
+        self.ended: dict[int, _End] = {}  # how peers left it, by peer
+        self.stopped = False  # whether a peer has stopped it for all
 
     def check(self, microbatch: int) -> None:
-        """Raise if there can be no such microbatch, so that somebody must be wrong.
-
-        Raises:
-            DisagreementError: the session has fewer, says another rank of the first stage.
-        """
+        """Raise `DisagreementError` if there can be no such microbatch: somebody must be wrong."""
         if self.count is None and self.siblings_count is None:
             self.highest = max(microbatch, self.highest)
             return
@@ -87,23 +76,18 @@ class SessionRecord:
 
 
 class Sessions:
-    """The records of one rank's sessions, each until nobody can say anything of it any more.
-
-    Attributes:
-        left: the last session that this rank has left, -1 at first.
-        records: by session, of those that are known here; see `find`.
-        openings: how each is opened.
-    """
+    """The records of one rank's sessions, each until nobody can say anything of it any more."""
 
     def __init__(self, plane: Plane, plan: Plan) -> None:
-        self.left = -1
+        self.left = -1  # the last session that this rank has left, -1 at first
         self._plane = plane
         self._followers = followers_of(plan, plane.rank)
         # Replicas of a first stage compare with each other: two that end differently are found
         # even if nobody takes from both.
         self._siblings = siblings_of(plan, plane.rank)
+        # by session, of those that are known here; see `find`
         self.records: dict[int, SessionRecord] = {}
-        self.openings = Openings(plane, plan)
+        self.openings = Openings(plane, plan)  # how each is opened
         plane.handle(MessageKind.LAST, self._on_last)
         plane.handle(MessageKind.END, self._on_end)
 
@@ -166,11 +150,7 @@ class Sessions:
     # -- where its data end
 
     def tell_count(self, record: SessionRecord, microbatches: int) -> None:
-        """A session's data have ended after so many microbatches; from any thread, at once.
-
-        Raises:
-            DisagreementError: another rank of the first stage says another number.
-        """
+        """A session's data have ended after so many microbatches; from any thread, at once."""
         with self._plane.lock:
             known, others = record.count, record.siblings_count
             news = known is None and record.number > self.left
