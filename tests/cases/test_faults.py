@@ -27,6 +27,7 @@ from tests.support.pipelines import (
     LOOPBACK,
     SHM,
     SYNCHRONOUS,
+    TCP,
     End,
     Ranks,
     Wire,
@@ -84,7 +85,7 @@ def _survivors(ranks: RankProcesses[End], dead: int, timeout_s: float = 10.0) ->
 
 
 @pytest.mark.parametrize("dead", [0, 1, 3])
-@pytest.mark.parametrize("wire", [GLOO, SHM, INLINE[1]], ids=str)
+@pytest.mark.parametrize("wire", [GLOO, SHM, TCP, INLINE[1]], ids=str)
 def test_c010_a_rank_of_a_line_is_killed(wire: Wire, dead: int) -> None:
     plan = document(wire, (1,) * 4, line(4), limits=PATIENT)
     with start_to_ends(plan, _go_round) as ranks:
@@ -324,7 +325,7 @@ def _receive_for_ever(comm: stagelink.Handler) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("wire", [GLOO, SHM, INLINE[1]], ids=str)
+@pytest.mark.parametrize("wire", [GLOO, SHM, TCP, INLINE[1]], ids=str)
 def test_c039_ctrl_c_in_a_receive(wire: Wire) -> None:
     with start_to_ends(document(wire, limits=PATIENT), _receive_for_ever) as ranks:
         ranks.wait_for(1, "receiving")

@@ -16,7 +16,7 @@ from stagelink.testing import LeakCheck
 from tests.interop.c10d_programs import world
 from tests.interop.pipedream_driver import Job, Runtime, with_handler
 from tests.nccl.over_gloo import NcclOverGloo, let_issuers_end
-from tests.support.pipelines import SHM, Document, Wire, document, tensor
+from tests.support.pipelines import SHM, TCP, Document, Wire, document, tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -145,7 +145,7 @@ def _connecting(plan: Document, store: Store) -> None:
 NCCL = Wire(NcclOverGloo.name, processes=True)
 
 
-@pytest.mark.parametrize("wire", [SHM, NCCL], ids=str)
+@pytest.mark.parametrize("wire", [SHM, TCP, NCCL], ids=str)
 def test_in_every_call_that_waits(wire: Wire, rank_pool: RankPool) -> None:
     tensors = [tensor("h", 0, 1)]
     plan = document(wire, (1, 1), tensors, limits={"close_deadline_s": 20.0})

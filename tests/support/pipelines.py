@@ -61,6 +61,7 @@ LOOPBACK = Wire("loopback")
 SYNCHRONOUS = Wire("synchronous-loopback", register=(synchronous(Loopback),))
 GLOO = Wire("gloo", options={"interface": "lo"}, processes=True)
 SHM = Wire("shm", processes=True)
+TCP = Wire("tcp", processes=True)
 WIRES = (LOOPBACK, GLOO, SHM)
 INLINE = (
     Wire("loopback", inline_bytes=8192),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import socket
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -181,6 +183,40 @@ def test_a_stranger_is_refused_and_the_job_goes_on(
             visitor.settimeout(10.0)
             with closing(visitor), suppress(ConnectionError):
                 assert visitor.recv(99) == b""
+
+
+class Patient:
+    """A board that looks a few times, and then finds that time has run out."""
+
+    def put(self, key: str, value: str) -> None:
+        del key, value
+
+    def look_until(self, found: Callable[[], bool], missing: str) -> None:
+        for _ in range(3):
+            assert not found()
+        raise TimeoutError(f"{missing} within 0 s")
+
+
+class Crowded(joining.Door):
+    """A door of a process that has no descriptor left."""
+
+    def expect(self, address: Address, streams: int) -> Any:
+        expected = super().expect(address, streams)
+        listener = Mock(wraps=expected.listener)
+        listener.accept.side_effect = OSError(errno.EMFILE, "Too many open files")
+        self._listeners[address.text] = listener
+        return expected
+
+
+def test_who_cannot_accept_says_why_nobody_came(caplog: pytest.LogCaptureFixture) -> None:
+    board: Any = Patient()
+    port: Any = Mock(rank=1, peer=0)
+    wanted = "rank 0 has not connected .*; it cannot accept connections: .*Too many open files"
+    with no_leaks("descriptors"), pytest.raises(TimeoutError, match=wanted):
+        joining.welcome(Crowded(None), board, port, HERE, 1)
+    assert [one.getMessage() for one in caplog.records] == [
+        "tcp: a connection was not accepted: [Errno 24] Too many open files"
+    ]
 
 
 class OneOffer:

@@ -71,9 +71,13 @@ class Door:
 
     Args:
         ports: the first and the last port to listen at; None: any.
+
+    Attributes:
+        shortage: why the last connection could not be accepted; empty where it was.
     """
 
     def __init__(self, ports: tuple[int, int] | None) -> None:
+        self.shortage = ""
         self._ports = ports
         self._lock = threading.Lock()
         self._listeners: dict[str, socket.socket] = {}
@@ -109,12 +113,20 @@ class Door:
         while len(self._strangers) < MAX_STRANGERS:
             try:
                 sock, _ = listener.accept()
-            except OSError as error:  # nobody is there, or has gone again
+            except OSError as error:
                 if stops_caller(error):
                     raise
+                if not isinstance(error, BlockingIOError):  # else nobody is there
+                    self._note_shortage(str(error))
                 return
+            self.shortage = ""
             sock.setblocking(False)
             self._strangers.append(_Stranger(sock, time.monotonic(), bytearray()))
+
+    def _note_shortage(self, reason: str) -> None:
+        if not self.shortage:  # once, until one is accepted
+            logger.warning("tcp: a connection was not accepted: %s", reason)
+        self.shortage = reason
 
     def _is_strange(self, stranger: _Stranger, now: float) -> bool:
         """Whether a connection is to show its token yet; else it has, or was refused."""
@@ -197,6 +209,10 @@ def welcome(
             lambda: door.look(expected),
             f"rank {port.peer} has not connected to {address.text}, port {place},",
         )
+    except TimeoutError as error:
+        if stops_caller(error) or not door.shortage:
+            raise
+        raise TimeoutError(f"{error}; it cannot accept connections: {door.shortage}") from error
     finally:
         came = door.dismiss(expected)
         if len(came) < streams:
