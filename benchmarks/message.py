@@ -1,10 +1,13 @@
 """CPU time of a message and of a session, in the thread that asks for them.
 
 Both ranks of a pipeline are driven by one thread, over ``loopback``, so nothing is waited for that
-is not here: what is left is the library's own path. ``time.thread_time`` does not count what
-others take of a busy machine, nor what the library's reading threads do; ``time.process_time``
-counts these too. ``--against CHECKOUT`` measures another checkout in turn, round by round, so that
-both stand in one table; ``--calls`` counts calls of Python functions instead.
+is not here: what is left is the library's own path. What a session costs a batch is told by two
+processes on one core, whose waiting callers do not spin: batches of eight tiny microbatches in
+1F1B's order, each in a session of its own, beside the same in one session; summed over both ranks.
+``time.thread_time`` does not count what others take of a busy machine, nor what the library's
+reading threads do; ``time.process_time`` counts these too. ``--against CHECKOUT`` measures another
+checkout in turn, round by round, so that both stand in one table; ``--calls`` counts calls of
+Python functions instead.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,19 +35,22 @@ import stagelink
 HERE = Path(__file__).resolve().parent
 MESSAGES = 100
 SESSIONS = 25
+MICROBATCHES = 8
 ROUNDS = 40
 PAUSE_S = 0.005
 STEPS = ("send 64 B", "recv 64 B, here", "both", "send, recv in turn", "session of 8")
+BATCHES = ("a batch in its own session", "in a common one", "a session beyond its messages")
 
 
-def plan() -> Any:
+def plan(transport: str = "loopback", spin_us: int = 0, **more: Any) -> Any:
     """Two stages, one tensor."""
     return stagelink.Plan.from_dict(
         {
-            "pipeline": {"name": "message", "microbatches": 8, "window": MESSAGES},
+            "pipeline": {"name": "message", "microbatches": MICROBATCHES, **more},
             "stages": [{"name": "a", "ranks": [0]}, {"name": "b", "ranks": [1]}],
             "tensors": [{"name": "h", "from": "a", "to": ["b"]}],
-            "links": [{"transport": "loopback"}],
+            "links": [{"transport": transport}],
+            "control": {"spin_us": spin_us},
         }
     )
 
@@ -56,7 +63,7 @@ def two_ranks() -> Iterator[tuple[Any, Any]]:
 
     def join(rank: int) -> None:
         comms[rank] = stagelink.connect(
-            plan(), rank=rank, world_size=2, store=store, run_id="message"
+            plan(window=MESSAGES), rank=rank, world_size=2, store=store, run_id="message"
         )
 
     def close(rank: int) -> None:
@@ -110,9 +117,81 @@ def sessions(one: Any, other: Any, clock: Callable[[], float]) -> float:
     """Seconds of one session of eight microbatches on one rank, opened and left."""
     began = clock()
     for _ in range(SESSIONS):
-        with one.train(8), other.train(8):
+        with one.train(MICROBATCHES), other.train(MICROBATCHES):
             pass
     return (clock() - began) / SESSIONS / 2
+
+
+def batches(comm: Any, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of a batch on this rank: in a session of its own, and in one for all of them."""
+    with comm.train(MICROBATCHES) as session:
+        actions = [(act.kind is stagelink.Kind.FORWARD, act.microbatch) for act in session.actions]
+        _carry_out(comm.rank, session, actions, 0)
+    comm.reduce([0.0])
+    began = clock()
+    for _ in range(SESSIONS):
+        with comm.train(MICROBATCHES) as session:
+            _carry_out(comm.rank, session, actions, 0)
+    apart = clock() - began
+    comm.reduce([0.0])
+    with comm.train(MICROBATCHES * SESSIONS) as session:
+        began = clock()
+        for batch in range(SESSIONS):
+            _carry_out(comm.rank, session, actions, batch * MICROBATCHES)
+        together = clock() - began
+    return apart / SESSIONS, together / SESSIONS
+
+
+def _carry_out(rank: int, session: Any, actions: list[tuple[bool, int]], first: int) -> None:
+    tensor = torch.ones(16, requires_grad=rank == 0)
+    for is_forward, number in actions:
+        microbatch = first + number
+        if rank == 0 and is_forward:
+            session.send("h", tensor, microbatch)
+        elif rank == 0:
+            session.recv_grad("h", microbatch)
+        elif is_forward:
+            session.recv("h", microbatch)
+        else:
+            session.send_grad("h", tensor, microbatch)
+
+
+def of_both_ranks(comm: Any) -> dict[str, dict[str, float]]:
+    """Microseconds of each of `BATCHES`, by clock; the other rank calls it as well."""
+    found = {}
+    for clock in (time.thread_time, time.process_time):
+        gc.collect()
+        apart, together = comm.reduce(batches(comm, clock))
+        values = apart, together, apart - together
+        found[clock.__name__] = {
+            step: value * 1e6 for step, value in zip(BATCHES, values, strict=True)
+        }
+    return found
+
+
+@contextmanager
+def two_processes() -> Iterator[Any]:
+    """Rank 0's handler; rank 1 is a process that calls `of_both_ranks` as often as this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        other = subprocess.Popen([sys.executable, __file__, "--other", store])
+        with join_other(0, store) as comm:
+            yield comm
+            comm.reduce([0.0], "max")
+        other.wait()
+
+
+def join_other(rank: int, store: str) -> Any:
+    """Join the pipeline of two processes; inline messages, whatever the link."""
+    return stagelink.connect(plan("shm"), rank=rank, world_size=2, store=store, run_id="pair")
+
+
+def other(store: str) -> None:
+    """Be rank 1 of `two_processes`, on the same core."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with join_other(1, store) as comm:
+        while comm.reduce([0.0], "max") != [0.0]:
+            of_both_ranks(comm)
 
 
 def one_round(one: Any, other: Any) -> dict[str, dict[str, float]]:
@@ -183,10 +262,17 @@ def child(*, counts: bool) -> None:
     Where threads of one interpreter run on several, they wait for each other's caches, and a
     figure is one of two by chance.
     """
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    with two_ranks() as (one, other):
+    with two_processes() as comm, two_ranks() as (one, other):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         for _ in sys.stdin:
-            print(json.dumps(calls(one, other) if counts else one_round(one, other)), flush=True)
+            if counts:
+                found = calls(one, other)
+            else:
+                found = one_round(one, other)
+                comm.reduce([1.0], "max")
+                for clock, steps in of_both_ranks(comm).items():
+                    found[clock] |= steps
+            print(json.dumps(found), flush=True)
 
 
 class Child:
@@ -242,7 +328,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--calls", action="store_true", help="count calls of Python functions")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--other", metavar="STORE", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.other:
+        other(given.other)
+        return
     if given.child:
         child(counts=given.calls)
         return
