@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stagelink import MessageError, PipelineRunner, StagelinkError
-from stagelink.runner.sync import GradientBuffer
+from stagelink.runner.gradients import Bucket
 from stagelink.transport.payload import bytes_of
 from tests.runner.models import CLASSES, WIDTH, fill, make_batches, quick_sgd
 from tests.support import tensors
@@ -279,10 +279,9 @@ def test_a_mean_of_halves_is_made_of_singles(dtype: torch.dtype) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
     parameter.grad = torch.full((3,), 40000.0, dtype=dtype)
     expected = parameter.grad.clone()
-    buffer = GradientBuffer([parameter], multiple=2)
-    buffer.fill()
-    buffer.values.mul_(2)  # as the other replica has the same
-    buffer.hand_out(mean=True)
+    bucket = Bucket([parameter])
+    bucket.values.copy_(2 * bucket.take())  # as the other replica has the same
+    bucket.hand_out([1], count=2)
     assert torch.equal(parameter.grad, expected)
 
 
@@ -352,18 +351,18 @@ ADDED = {**tensors.DATA, **tensors.SHARED, "zeros": tensors.zeros}
 ADDED.pop("overriding")  # cannot be written
 
 
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "in a buffer"])
 @pytest.mark.parametrize("kind", ADDED)
-def test_gradients_of_any_kind_are_added(kind: str) -> None:
+def test_gradients_of_any_kind_are_added(kind: str, beside: int) -> None:
     """They need not be such that can be written, and may have a graph."""
     values = torch.arange(12.0)
     given = ADDED[kind](values)
     parameter = torch.nn.Parameter(torch.zeros(given.shape))
     parameter.grad = given
     want = bytes_of(given).view(torch.float32).clone()
-    buffer = GradientBuffer([parameter], multiple=2)
-    buffer.fill()
-    buffer.values.mul_(2)  # as the other replica has the same
-    buffer.hand_out()
+    bucket = Bucket([parameter], beside=beside)
+    bucket.values.copy_(2 * bucket.take())  # as the other replica has the same
+    bucket.hand_out([1])
     assert parameter.grad is not None
     assert torch.equal(bytes_of(parameter.grad).view(torch.float32), 2 * want)
 
@@ -376,7 +375,7 @@ def test_gradients_without_memory_are_refused(kind: str) -> None:
     parameter = torch.nn.Parameter(torch.zeros(given.shape))
     parameter.grad = given
     with pytest.raises(StagelinkError, match=f"add up dense gradients only: .*{text}"):
-        GradientBuffer([parameter], multiple=2).fill()
+        Bucket([parameter]).take()
 
 
 class Unlike(First):

@@ -45,6 +45,12 @@ def run(rank_pool: RankPool) -> Callable[..., list[Any]]:
     return lambda count, case, **tables: ranks.run(alone(count, **tables), case)
 
 
+def add_up(group: ReplicaGroup, buffer: torch.Tensor) -> None:
+    """Replace a buffer's values by their sums over the replicas."""
+    group.start_sum(buffer, buffer)
+    group.finish_sums()
+
+
 # -- sums and copies
 
 
@@ -59,7 +65,7 @@ def test_a_sum_is_added_in_the_order_of_replicas(
 
     def case(comm: Handler) -> torch.Tensor:
         buffer = values(comm.replica)
-        ReplicaGroup(comm).sum(buffer, torch.empty_like(buffer))
+        add_up(ReplicaGroup(comm), buffer)
         return buffer
 
     total = values(0)
@@ -82,8 +88,8 @@ def test_two_groups_do_not_meet(run: Callable[..., Any]) -> None:
     def case(comm: Handler) -> list[float]:
         one, other = ReplicaGroup(comm), ReplicaGroup(comm)
         first, second = torch.ones(2), torch.full((2,), 5.0)
-        other.sum(second, torch.empty(2))
-        one.sum(first, torch.empty(2))
+        add_up(other, second)
+        add_up(one, first)
         return [*first.tolist(), *second.tolist()]
 
     assert run(2, case) == [[2.0, 2.0, 10.0, 10.0]] * 2
@@ -227,7 +233,7 @@ def test_the_failure_of_one_ends_the_wait_of_the_others(
                 raise ValueError("enough")
             return ""
         with pytest.raises(AbortedError) as caught, comm:
-            (group or ReplicaGroup(comm)).sum(torch.zeros(3), torch.zeros(3))
+            add_up(group or ReplicaGroup(comm), torch.zeros(3))
         return str(caught.value)
 
     began = time.monotonic()
@@ -246,7 +252,7 @@ def test_a_sum_after_a_failure_says_what_failed(run: Callable[..., Any]) -> None
         met.wait(TOGETHER_S)
         comm.abort(ValueError("enough"))
         with pytest.raises(AbortedError) as caught, comm:
-            group.sum(torch.zeros(2), torch.zeros(2))
+            add_up(group, torch.zeros(2))
         return str(caught.value)
 
     assert all("ValueError: enough" in text for text in run(2, case))
@@ -259,7 +265,7 @@ def sum_beside_one_that_stops(comm: Handler) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         report("summing")
-        group.sum(torch.zeros(3), torch.zeros(3))
+        add_up(group, torch.zeros(3))
     except (StagelinkError, KeyboardInterrupt) as error:
         comm.abort(error)
         text = f"{type(error).__name__}: {error}"
@@ -286,7 +292,7 @@ def wait_in_a_sum(comm: Handler, victim: int, size: int) -> str:
     if comm.rank == victim:
         time.sleep(60.0)  # until it is killed
     try:
-        group.sum(torch.zeros(size), torch.zeros(size))
+        add_up(group, torch.zeros(size))
     except StagelinkError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -335,7 +341,7 @@ def fork_with_a_group(comm: Handler) -> int:
         os._exit(0)
     _, status = os.waitpid(child, 0)
     buffer = torch.ones(4)
-    group.sum(buffer, torch.empty(4))
+    add_up(group, buffer)
     return status + int(buffer[0])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import length_hint
@@ -217,8 +217,8 @@ class _AsyncExecutor(Executor):
         self._rounds = 0
         self._warm_up = session.warm_up
         two = comm.plan.two_versions
-        direct = self._warm_up == 0 and not two
-        self.versions = Versions(station.module, direct=direct, two=two)
+        self._direct = self._warm_up == 0 and not two
+        self.versions = Versions(station.module, direct=self._direct, two=two)
 
     def look_ahead(self) -> None:
         """On a first stage, see whether there is a next microbatch before the schedule asks."""
@@ -232,8 +232,11 @@ class _AsyncExecutor(Executor):
         self._rounds += 1
         self.look_ahead()
 
-    def run_backward(self, run: Callable[[], None]) -> None:
-        self.versions.backward(run)
+    def run_backward(self, microbatch: int, run: Callable[[], None]) -> None:
+        del microbatch
+        # On copies the parameters' own gradients come when it has ended.
+        with self.station.last_backward() if self._direct else nullcontext():
+            self.versions.backward(run)
 
     def module_for(self, microbatch: int) -> Callable[..., Any]:
         del microbatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +33,8 @@ class Station(NamedTuple):
     scores: Scores | None  # counts loss and metrics on the last stage; None elsewhere
     clock: Clock  # is told where the time goes
     trains: bool  # whether anything here wants a gradient of the loss
+    # entered around the last backward before a step
+    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class _Kept(NamedTuple):
@@ -144,7 +146,7 @@ class Executor:
         owing, outputs = self._kept.pop(microbatch)
         gradients = self._take_gradients(microbatch, outputs)
         with self._clock.computing:
-            self.run_backward(partial(_run_backward, outputs, gradients))
+            self.run_backward(microbatch, partial(_run_backward, outputs, gradients))
         for name, tensor in owing.items():
             gradient = tensor.grad
             with self._clock.sending:
@@ -152,9 +154,11 @@ class Executor:
                 copy = gradient is not None and not _is_own(gradient)
                 self.session.send_grad(name, gradient, microbatch, copy=copy)
 
-    def run_backward(self, run: Callable[[], None]) -> None:
-        """Run the backward of the oldest microbatch that has had its forward only."""
-        run()
+    def run_backward(self, microbatch: int, run: Callable[[], None]) -> None:
+        """Run the backward of a microbatch, the oldest that has had its forward only."""
+        is_last = microbatch == self.session.mine[-1]
+        with self.station.last_backward() if is_last else nullcontext():
+            run()
 
     def _take_gradients(self, microbatch: int, outputs: Tensors) -> Tensors:
         if self._names.last:

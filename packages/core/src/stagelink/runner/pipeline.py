@@ -293,7 +293,10 @@ class PipelineRunner:
             apart = self._comm.plan.asynchronous
             trains, found = metrics is None, metrics or {}
             scores = Scores(self._loss, self._reduction, found, trains=trains, apart=apart)
-        return Station(self._module, self._names, scores, clock, trains=self._trained.any())
+        station = Station(self._module, self._names, scores, clock, trains=self._trained.any())
+        if self._sync is None or not self._trains:
+            return station
+        return station._replace(last_backward=self._sync.last_backward)
 
     def _results(self, scores: Scores | None, count: int) -> list[float]:
         own = [0.0] * (2 * count) if scores is None else scores.totals()

@@ -5,20 +5,21 @@ the control plane: the death or failure of any rank ends the wait at once, altho
 tell, and the group is then broken off.
 
 A sum adds the replicas' values in the order of the replicas, so that it is the same in every run
-and can be the same in one process. Each replica adds up one part of the buffer for all and the
-parts are gathered: it moves as much as a ring does, and needs memory for one more buffer, however
-many replicas there are.
+and can be the same in one process. Each replica adds up one part of the values for all and hands
+its sums to all: it moves as much as a ring does. A thread carries sums out one after another, in
+the order in which they were started; it hands out the one before while it takes in the next.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -35,14 +36,16 @@ from stagelink.transport.host import server_id
 _PAUSE_S = 0.005
 _CAUSE_S = 2.0
 _LATER_S = 1.0
+_SCATTER = 0
+_GATHER = 1
 
 
 class ReplicaGroup:
     """The replicas of this rank's stage, made by all of them at the same point.
 
-    Every call is made by all, in the same order, and blocks until all have made it. A replica may
-    have to wait while another works through a whole batch, so waits are bounded by the plan's
-    ``limits.first_deadline_s``. Tensors are flat, contiguous and on the CPU.
+    Every call is made by all, in the same order, and all but `start_sum` block until all have made
+    it. A replica may have to wait while another works through a whole batch, so waits are bounded
+    by the plan's ``limits.first_deadline_s``. Tensors are flat, contiguous and on the CPU.
 
     Raises:
         DeadlineError: a replica did not come in time.
@@ -57,21 +60,28 @@ class ReplicaGroup:
         self.size = len(self._ranks)  # how many replicas there are
         self._deadline_s = comm.plan.limits.first_deadline_s
         self._group: Any = None
+        self._sums: _Sums | None = None
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._dropped = False
         self._working = False
         self._meet(comm.replica_store(self.drop))
 
     def _meet(self, store: Store) -> None:
-        built: Future[None] = Future()
-        work = partial(_carry_out, partial(self._build, store), built)
+        work = partial(_work, self._jobs)
         threading.Thread(target=work, name="stagelink-replicas", daemon=True).start()
-        what = self._what("meeting")
         try:
-            self._comm.wait(built, what, self._deadline_s)
+            self._carry_out("meeting", partial(self._build, store))
         except BaseException:
             self.drop()
             raise
-        self._by_gloo(what, built.result)
+
+    def _carry_out(self, doing: str, work: Callable[[], None]) -> None:
+        """Wait for work on the group's own thread, behind what that has to do."""
+        what, done = self._what(doing), Future[None]()
+        self._jobs.put(partial(_finish, work, done))
+        del work  # a traceback that is kept would keep gloo's threads with it
+        self._comm.wait(done, what, self._deadline_s)
+        self._by_gloo(what, done.result)
 
     def _build(self, store: Store) -> None:
         host = server_id()
@@ -92,6 +102,7 @@ class ReplicaGroup:
             timeout=timedelta(seconds=Deadline(self._deadline_s + _LATER_S).remaining_s),
             threads=1,
         )
+        self._sums = _Sums(self._group, self._me, self.size)
         if self._dropped:
             self.drop()
 
@@ -101,18 +112,24 @@ class ReplicaGroup:
 
     # -- operations
 
-    def sum(self, buffer: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Replace a buffer's values by their sums over the replicas.
+    def start_sum(self, values: torch.Tensor, total: torch.Tensor) -> None:
+        """Start to add up the replicas' values into a tensor of the same size; returns at once.
 
-        The buffer is of a size that `size` divides, ``scratch`` as large; its values are lost.
+        Both stay as they are until `finish_sums`. They may be the same tensor.
         """
-        self._run(
-            "summing", lambda group: group.alltoall_base(_raw(scratch), _raw(buffer), [], [])
-        )
-        first, *others = scratch.chunk(self.size)
-        for other in others:
-            first += other
-        self._run("gathering sums", lambda group: group._allgather_base(_raw(buffer), _raw(first)))
+        sums = self._started()
+        self._working = True
+        self._jobs.put(partial(sums.add, values, total))
+
+    def finish_sums(self) -> None:
+        """Block until all sums that were started are there."""
+        self._carry_out("summing", self._started().finish)
+        self._working = False
+
+    def _started(self) -> _Sums:
+        if (sums := self._sums) is None:
+            raise self._broken(self._what("summing"), "the group was dropped")
+        return sums
 
     def broadcast(self, buffer: torch.Tensor, replica: int) -> None:
         """Replace a buffer's values by those of one replica."""
@@ -166,16 +183,91 @@ class ReplicaGroup:
     def drop(self) -> None:
         """Give the group up; an operation in progress is broken off. Returns at once."""
         self._dropped = True
+        self._jobs.put(None)
+        self._sums = None
         group, self._group = self._group, None
         if group is not None and self._working:
             break_off(group, self._me, self.size, name="stagelink-replicas-break")
 
 
-def _carry_out(work: Callable[[], None], done: Future[None]) -> None:
+class _Sums:
+    """Sums over a gloo group, carried out by one thread; each gives its own part to all others."""
+
+    def __init__(self, group: Any, me: int, size: int) -> None:
+        self._group = group
+        self._me = me
+        self._others = [replica for replica in range(size) if replica != me]
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._gathering: list[Any] = []
+        self._error: Exception | None = None
+
+    @torch.no_grad()  # values may be those of a gradient that has a graph
+    def add(self, values: torch.Tensor, total: torch.Tensor) -> None:
+        """Add up; the other replicas' parts of the total are on their way. Never raises."""
+        if self._error is not None:
+            return
+        try:
+            self._add(values, total)
+        except Exception as error:  # for `finish`; its frames would keep gloo's threads with them
+            self._error = error.with_traceback(None)
+
+    def _add(self, values: torch.Tensor, total: torch.Tensor) -> None:
+        size = len(self._others) + 1
+        given, sums = values.tensor_split(size), total.tensor_split(size)
+        own, mine = given[self._me], sums[self._me]
+        received = self._room(own)
+        works = self._exchange([given[other] for other in self._others], received, _SCATTER)
+        _wait_for(self._gathering)
+        _wait_for(works)
+        parts = [*received[: self._me], own, *received[self._me :]]
+        added = parts[0]
+        for place, part in enumerate(parts[1:], 2):
+            # The own values may be memory of the caller's, or that of the total.
+            aside = self._me > 0 and place < size
+            added = torch.add(added, part, out=added if aside else mine)
+        theirs = [sums[other] for other in self._others]
+        self._gathering = self._exchange([mine] * len(theirs), theirs, _GATHER)
+
+    def _room(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Memory for the others' values of a part."""
+        count = len(self._others)
+        needed = count * part.numel() * part.element_size()
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=torch.uint8, device="cpu")
+        return list(self._scratch[:needed].view(part.dtype).view(count, part.numel()).unbind())
+
+    def _exchange(
+        self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor], tag: int
+    ) -> list[Any]:
+        pairs = [*zip(self._others, given, taken, strict=True)]
+        works = [self._group.recv([_raw(one)], other, tag) for other, _, one in pairs]
+        return works + [self._group.send([_raw(one)], other, tag) for other, one, _ in pairs]
+
+    def finish(self) -> None:
+        """Wait for what is on its way; raises what went wrong in any sum that was started."""
+        if self._error is not None:
+            raise self._error
+        _wait_for(self._gathering)
+
+
+def _wait_for(works: list[Any]) -> None:
+    """Wait for each, once: gloo waits for ever for what it has been asked for before."""
+    while works:
+        works.pop(0).wait()
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Carry out jobs, which never raise, until there is none instead of one."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # while it waits for the next, nothing here keeps a group
+
+
+def _finish(work: Callable[[], None], done: Future[None]) -> None:
     try:
         work()
     except Exception as error:  # handed to the thread that waits
-        done.set_exception(error)
+        done.set_exception(error.with_traceback(None))
     else:
         done.set_result(None)
 

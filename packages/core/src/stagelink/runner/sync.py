@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from stagelink.errors import MessageError, UsageError
+from stagelink.errors import MessageError
 from stagelink.exchange.handler import Handler
+from stagelink.runner.gradients import GradientSum
 from stagelink.runner.replicas import ReplicaGroup
 from stagelink.runner.step import Trained
 from stagelink.transport.payload import bytes_of, memory_of
@@ -40,7 +41,7 @@ class ReplicaSync:
         self._all_gradients = all_gradients
         self._group: ReplicaGroup | None = None
         self._trained: list[torch.Tensor] = []
-        self._gradients: list[GradientBuffer] = []
+        self._gradients: GradientSum | None = None
 
     def begin(self) -> None:
         """Make sure that the replicas match, before an epoch; blocks until all have come to it.
@@ -64,10 +65,7 @@ class ReplicaSync:
             group.agree(_digest(bytes_of(one).cpu().numpy().data for one in tensors), _VALUES)
         if [*map(id, trained)] != [*map(id, self._trained)]:
             self._trained = trained
-            by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-            for tensor in trained:
-                by_dtype[tensor.dtype].append(tensor)
-            self._gradients = [GradientBuffer(one, group.size) for one in by_dtype.values()]
+            self._gradients = GradientSum(group, trained) if trained else None
 
     def _check_memory(self, tensors: Iterable[torch.Tensor], *, written: bool) -> None:
         for tensor in tensors:
@@ -79,19 +77,21 @@ class ReplicaSync:
                     f"{self._comm.stage.name!r} cannot be kept equal over replicas: {error}"
                 ) from error
 
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Start to add gradients as they come in the block, the last backward before the sum."""
+        with nullcontext() if self._gradients is None else self._gradients.watched():
+            yield
+
     def add_gradients(self) -> None:
         """Replace every gradient by its sum over the replicas, added in their order."""
-        self._combine(takes_part=True, mean=False)
+        if self._gradients is not None:
+            self._gradients.finish()
 
     def average_gradients(self, *, takes_part: bool) -> None:
         """Replace every gradient by its mean over the replicas that take part, at least one."""
-        self._combine(takes_part=takes_part, mean=True)
-
-    def _combine(self, *, takes_part: bool, mean: bool) -> None:
-        for gradients in self._gradients:
-            gradients.fill(takes_part=takes_part)
-            self._replicas().sum(gradients.values, gradients.scratch)
-            gradients.hand_out(mean=mean)
+        if self._gradients is not None:
+            self._gradients.finish(takes_part=takes_part, mean=True)
 
     def copy_buffers(self, replica: int) -> None:
         """Replace the buffers (running statistics) by those of one replica."""
@@ -119,72 +119,3 @@ def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-class GradientBuffer:
-    """The gradients of parameters of one dtype, flat, on the CPU, to be added over replicas.
-
-    Behind the gradients there is a mark for each parameter that has one. In the sum it tells a
-    gradient that nobody had from one that some had, which counts as zero for the others. A last
-    mark says that this replica takes part in a mean. The parameters come in the same order on
-    every replica, and the size is a multiple of ``multiple``.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], multiple: int) -> None:
-        self._parameters = parameters
-        sizes = [parameter.numel() for parameter in parameters]
-        used = sum(sizes) + len(parameters) + 1
-        padding = -used % multiple
-        dtype = parameters[0].dtype
-        # A sum of halves may be too large for one where their mean is not.
-        added = torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
-        # gradients, then marks, then nothing of interest
-        self.values = torch.zeros(used + padding, dtype=added, device="cpu")
-        self.scratch = torch.empty_like(self.values)  # as large; for the reduction
-        parts = torch.split(self.values, [*sizes, len(parameters), 1, padding])
-        *self._gradients, self._marks, self._takes_part, _ = parts
-
-    @torch.no_grad()  # a gradient may have a graph of its own
-    def fill(self, *, takes_part: bool = True) -> None:
-        """Take the parameters' gradients in, and whether this replica counts in a mean."""
-        self._takes_part.fill_(takes_part)
-        for place, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
-            self._marks[place] = gradient is not None
-            if gradient is None:
-                self._gradients[place].zero_()
-            else:
-                self._gradients[place].copy_(_dense(gradient).reshape(-1))
-
-    @torch.no_grad()
-    def hand_out(self, *, mean: bool = False) -> None:
-        """Give the values back as the parameters' gradients; what nobody has stays None.
-
-        A mean is over the replicas that took part, at least one.
-        """
-        if mean:
-            for gradient in self._gradients:
-                gradient.div_(self._takes_part)
-        marks = self._marks.tolist()
-        for parameter, values, mark in zip(self._parameters, self._gradients, marks, strict=True):
-            if mark:
-                if parameter.grad is None or not _is_writable(parameter.grad):
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(values.view(parameter.shape))
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient with memory, or `UsageError`."""
-    try:
-        return memory_of(gradient)[0]
-    except MessageError as error:
-        raise UsageError(
-            f"the replicas of a stage add up dense gradients only: {error}"
-        ) from error
-
-
-def _is_writable(gradient: torch.Tensor) -> bool:
-    try:
-        return not memory_of(gradient, written=True)[0].is_inference()
-    except MessageError:
-        return False
