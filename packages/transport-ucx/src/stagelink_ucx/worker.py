@@ -12,6 +12,7 @@ A message refers to its buffer until UCX is through with it, or the worker is de
 from __future__ import annotations
 
 import ctypes
+import os
 import select
 import threading
 import time
@@ -247,7 +248,13 @@ class Worker:
 
     def _advance(self, handle: int) -> bool:
         until = time.monotonic() + _SHARE_S
-        while self._ucx.progress(handle) or (status := self._ucx.arm(handle)) == BUSY:
+        while True:
+            if not self._ucx.progress(handle):
+                status = self._ucx.arm(handle)
+                if status != BUSY:
+                    break
+                # Room in shared memory comes without an event. Who makes it may need this core.
+                os.sched_yield()
             if time.monotonic() > until:
                 return True
         self._check(status, "its event descriptor")
