@@ -12,6 +12,7 @@ A message refers to its buffer until UCX is through with it, or the worker is de
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import threading
@@ -108,7 +109,8 @@ class Worker:
         self._failed: dict[int, int] = {}
         # A builtin: see above.
         self._on_failure = ErrorCallback(self._failed.__setitem__)
-        self._handle: int | None = None
+        self._closed = False
+        self._process = os.getpid()
         self._address = c_void_p()
         params, handle, fd, size = WorkerParams(), c_void_p(), c_int(), c_size_t()
         ucx = self._ucx
@@ -120,7 +122,7 @@ class Worker:
         except BaseException:
             ucx.worker_destroy(handle)
             raise
-        self._handle = handle.value
+        self._handle = handle
         self.fd = fd.value
         self.address = ctypes.string_at(self._address, size.value)
 
@@ -148,7 +150,7 @@ class Worker:
             ConnectionError: no wire leads there.
         """
         with self._lock:
-            if peer in self._endpoints or self._handle is None:
+            if peer in self._endpoints or self._closed:
                 return
             params = EndpointParams(address, self._on_failure, peer + 1)
             endpoint = c_void_p()
@@ -181,6 +183,7 @@ class Worker:
                 *(buffer.data_ptr(), size_bytes, tag, byref(_ON_HOST)),
             )
             self._begun(operation)
+            self._look_again()
         self._tell()
 
     def receive(self, lane: Lane, tag: int, buffer: torch.Tensor, done: Done) -> None:
@@ -197,6 +200,9 @@ class Worker:
                 *(buffer.data_ptr(), size_bytes, tag, _WHOLE_TAG, byref(_ON_HOST)),
             )
             self._begun(operation)
+            # On the reading thread, as progress is: what waits for this receive moves at once.
+            if self._ucx.arm(self._handle) != OK and self._move():
+                self._ucx.signal(self._handle)
         self._tell()
 
     def pass_over(self, lane: Lane, buffer: torch.Tensor, done: Done) -> None:
@@ -209,7 +215,7 @@ class Worker:
         self._tell()
 
     def _begin(self, lane: Lane, buffer: torch.Tensor, done: Done) -> _Operation:
-        if self._handle is None:
+        if self._closed:
             raise ConnectionError(f"{lane.doing}: the worker is closed")
         # Noted first: from its call on UCX has the memory, whatever interrupts us.
         operation = _Operation(lane, buffer, done)
@@ -223,7 +229,6 @@ class Worker:
             operation.handle = None
             self._pending.remove(operation)
             self._take_done(operation.lane)
-        self._look_again()
 
     def _look_again(self) -> None:
         """Have progress made where what has begun needs it before anything comes in."""
@@ -239,18 +244,20 @@ class Worker:
             Whether to call again, though the descriptor may not be ready.
         """
         with self._lock:
-            if self._handle is None:
-                return False
-            again = self._advance(self._handle)
-            self._collect()
+            again = not self._closed and self._move()
         self._tell()
         return again
 
-    def _advance(self, handle: int) -> bool:
+    def _move(self) -> bool:
+        again = self._advance()
+        self._collect()
+        return again
+
+    def _advance(self) -> bool:
         until = time.monotonic() + _SHARE_S
         while True:
-            if not self._ucx.progress(handle):
-                status = self._ucx.arm(handle)
+            if not self._ucx.progress(self._handle):
+                status = self._ucx.arm(self._handle)
                 if status != BUSY:
                     break
                 # Room in shared memory comes without an event. Who makes it may need this core.
@@ -317,49 +324,52 @@ class Worker:
     # -- the end
 
     def close(self, deadline: Deadline) -> None:
-        """Give everything back, by the deadline; once what peers were sent has left this rank."""
+        """Give everything back, by the deadline; once what peers were sent has left this rank.
+
+        In a forked child it does nothing: all that UCX has is shared with the parent.
+        """
         with self._lock:
-            handle, self._handle = self._handle, None
-            if handle is None:
+            if self._closed or os.getpid() != self._process:
                 return
-            self._let_leave(handle, deadline)
+            self._closed = True
+            self._let_leave(deadline)
             for operation in self._pending:
                 if operation.handle is not None:
-                    self._ucx.cancel(handle, operation.handle)
-            closing = [
+                    self._ucx.cancel(self._handle, operation.handle)
+            ends = [
                 self._ucx.close(endpoint, byref(_BY_FORCE))
                 for endpoint in self._endpoints.values()
             ]
-            self._wait_for(handle, [*closing, *(each.handle for each in self._pending)], deadline)
-            self._ucx.release_address(handle, self._address)
-            self._ucx.worker_destroy(handle)
+            self._wait_for([*ends, *(each.handle for each in self._pending)], deadline)
+            self._ucx.release_address(self._handle, self._address)
+            self._ucx.worker_destroy(self._handle)
             self._context.close()
             self._pending.clear()
 
-    def _let_leave(self, handle: int, deadline: Deadline) -> None:
-        """What UCX has taken for sent may still be in its own buffers."""
+    def _let_leave(self, deadline: Deadline) -> None:
+        """Wait a while for what UCX has called sent, and may still have in its own buffers."""
         flushes = [
             self._ucx.flush(endpoint, byref(_PLAIN))
             for peer, endpoint in self._endpoints.items()
             if peer not in self._given_up
         ]
-        self._wait_for(handle, flushes, deadline)
+        self._wait_for(flushes, deadline)
 
-    def _wait_for(self, handle: int, operations: list[int | None], deadline: Deadline) -> None:
-        """Make progress until these are over, a while at most; their handles are freed."""
+    def _wait_for(self, operations: list[int | None], deadline: Deadline) -> None:
+        """Make progress until these are over, a while at most, and free them."""
         left = [each for each in operations if each and status_in(each) == IN_PROGRESS]
         until = time.monotonic() + min(deadline.remaining_s, _FAREWELL_S)
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
-        while True:
-            again = self._advance(handle)
+        while left:
+            again = self._advance()
             for each in [one for one in left if self._ucx.status_of(one) != IN_PROGRESS]:
-                left.remove(each)
+                left.remove(each)  # first: nobody may ask what is freed
                 self._ucx.free(each)
             left_s = until - time.monotonic()
             if not left or left_s <= 0:
                 break
             if not again:
-                poll.poll(1000 * left_s)
+                poll.poll(math.ceil(1000 * left_s))
         for each in left:
             self._ucx.free(each)
