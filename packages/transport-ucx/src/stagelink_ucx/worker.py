@@ -142,6 +142,7 @@ class Worker:
         """Forget an end; of what it has begun nothing is told any more."""
         with self._lock:
             self._lanes.remove(lane)
+            lane.begun.clear()
 
     def connect(self, peer: int, address: bytes) -> None:
         """Make the endpoint to a peer, the first time; it connects with the first message.
