@@ -45,7 +45,7 @@ class LibraryError(Exception):
 
 
 def load(file: str | None = None) -> Functions:
-    """Load UCX's library, once for a process; the first time may take half a second.
+    """Load UCX's library, once for a process; it takes a moment, the first time.
 
     Args:
         file: name or path of ``libucp``; None: the system's, else that of the wheel. (A process
