@@ -15,7 +15,7 @@ from stagelink.testing import LeakCheck
 from stagelink.transport.header import Header, MessageKind
 from stagelink_shm import Shm, ShmOptions
 from stagelink_shm.memory import mapped, new_memory
-from stagelink_shm.notes import Filled
+from stagelink_shm.notes import BOARD, pack_filled
 from tests.shm.pair import SOON_S, Pair, pattern
 from tests.support.completion import Completion
 
@@ -25,6 +25,12 @@ MIB = 1024 * KIB
 
 def slots_of(pair: Pair) -> int:
     return len(pair.receiver._slots)  # type: ignore[attr-defined]
+
+
+def returned(pair: Pair) -> list[tuple[int, bool]]:
+    """The slots that the sender finds when it next needs one."""
+    board = pair.sender._board  # type: ignore[attr-defined]
+    return [] if board is None else [*board.collect()]
 
 
 # -- one copy ------------------------------------------------------------------------------------
@@ -39,9 +45,9 @@ def test_a_large_message_is_a_view_of_its_slot(size: int) -> None:
     assert got.data_ptr() % 64 == 0
     payload.fill_(0)
     assert torch.equal(got, pattern(size))
-    assert not pair.from_receiver.calls
+    assert returned(pair) == []
     del got
-    assert len(pair.from_receiver.calls) == 1
+    assert returned(pair) == [(0, True)]
 
 
 @pytest.mark.parametrize("size", [1, 64, 9 * KIB, 32 * KIB - 1])
@@ -245,9 +251,9 @@ def _begin(pair: Pair, note: bytes, size: int, fds: tuple[int, ...] = ()) -> Non
     ("note", "size", "text"),
     [
         (b"xyz", 5, "a note of 3 bytes, not 16"),
-        (Filled(7, True, 5).pack(), 5, "slot 7 is not of 5 bytes"),
-        (Filled(0, True, 4096).pack(), 5, "slot 0 has 4096 bytes of 5"),
-        (Filled(0, True, 4097).pack(), 4097, "slot 0 is not of 4097 bytes"),
+        (pack_filled(7, True, 5), 5, "slot 7 is not of 5 bytes"),
+        (pack_filled(0, True, 4096), 5, "slot 0 has 4096 bytes of 5"),
+        (pack_filled(0, True, 4097), 4097, "slot 0 is not of 4097 bytes"),
     ],
 )
 def test_a_note_that_does_not_fit(note: bytes, size: int, text: str) -> None:
@@ -261,7 +267,7 @@ def test_a_slot_on_loan_is_not_taken_again() -> None:
     pair = Pair()
     got = pair.pass_on(pattern(MIB))
     with pytest.raises(ValueError, match="slot 0 came again before it was returned"):
-        _begin(pair, Filled(0, True, MIB).pack(), MIB)
+        _begin(pair, pack_filled(0, True, MIB), MIB)
     del got
 
 
@@ -269,7 +275,7 @@ def test_a_descriptor_that_is_no_memory_is_refused_and_closed() -> None:
     pair, check = Pair(), LeakCheck("descriptors")
     one, other = os.pipe()
     with pytest.raises(ValueError, match="slot 0 is not of 5 bytes"):
-        _begin(pair, Filled(0, True, 5).pack(), 5, (one,))
+        _begin(pair, pack_filled(0, True, 5), 5, (one,))
     os.close(other)
     check.verify()
 
@@ -279,7 +285,27 @@ def test_notes_out_of_place_fail_the_link() -> None:
     pair.receiver.on_note(b"xyz", ())
     pair.sender.on_note(struct.pack("<I", 3), ())
     assert "a note of 3 bytes" in str(pair.from_receiver.failure)
-    assert "slot 3 was returned and was not out" in str(pair.from_sender.failure)
+    assert "a note of 4 bytes, where an empty one is due" in str(pair.from_sender.failure)
+
+
+def test_a_slot_that_is_returned_and_was_not_out_fails_the_next_message() -> None:
+    pair = Pair()
+    pair.pass_on(pattern(100))
+    pair.receiver._returns.board.post(3, usable=True)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="slot 3 was returned and was not out"):
+        pair.send(pattern(100))
+
+
+def test_a_board_that_is_too_small_fails_the_link() -> None:
+    pair, descriptor = Pair(), new_memory(100)
+    pair.receiver.on_note(BOARD, (descriptor,))
+    assert "a board of 100 bytes, not 1024" in str(pair.from_receiver.failure)
+
+
+def test_a_slot_without_a_board_is_refused() -> None:
+    pair = Pair()
+    with pytest.raises(ValueError, match="slot 0 cannot be returned: it is on no board"):
+        _begin(pair, pack_filled(0, True, 5), 5, (new_memory(4096),))
 
 
 # -- memory --------------------------------------------------------------------------------------

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Filled", "given_up", "pack_given_up"]
+__all__ = ["BOARD", "SHORT", "Filled", "given_up", "pack_filled", "pack_given_up"]
 
 _FORMAT = struct.Struct("<I?3xQ")
 _NUMBER = struct.Struct("<I")
 _GIVEN_UP = b"x"
+
+BOARD = b"="
+"""With the descriptor of a `SlotBoard`, before the first slot."""
+
+SHORT = b"?"
+"""The sender has no slot: it is to be told when one has been returned."""
 
 
 class Filled(NamedTuple):
@@ -26,10 +32,6 @@ class Filled(NamedTuple):
     keep: bool
     size_bytes: int
 
-    def pack(self) -> bytes:
-        """Encode it as a note."""
-        return _FORMAT.pack(*self)
-
     @classmethod
     def unpack(cls, note: bytes) -> Filled:
         """The other way.
@@ -39,7 +41,11 @@ class Filled(NamedTuple):
         """
         if len(note) != _FORMAT.size:
             raise ValueError(f"a note of {len(note)} bytes, not {_FORMAT.size}")
-        return cls(*_FORMAT.unpack(note))
+        return tuple.__new__(cls, _FORMAT.unpack(note))
+
+
+pack_filled: Callable[[int, bool, int], bytes] = _FORMAT.pack
+"""A note of a `Filled`, of its fields."""
 
 
 def pack_given_up(numbers: Iterable[int]) -> bytes:

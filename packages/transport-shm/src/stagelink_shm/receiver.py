@@ -8,9 +8,9 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import Receiver
-from stagelink.transport.slots import SlotReturns
+from stagelink.transport.slots import SlotBoard, SlotReturns
 from stagelink_shm.memory import copy_bytes, mapped
-from stagelink_shm.notes import Filled, given_up
+from stagelink_shm.notes import BOARD, SHORT, Filled, given_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,15 +64,15 @@ class ShmReceiver(Receiver):
             self._assemble(_Assembly(accept(), done))
             return
         with self._lock:
-            filled = self._look(note, fds)
-        if filled.size_bytes != size:
-            raise ValueError(f"slot {filled.number} has {filled.size_bytes} bytes of {size}")
-        slot = self._slots[filled.number]
-        if filled.keep and size >= _LEAST_VIEW_BYTES:
-            done(self._returns.lend(filled.number, slot, size))
+            number, keep, filled_bytes = self._look(note, fds)
+            slot = self._slots[number]
+        if filled_bytes != size:
+            raise ValueError(f"slot {number} has {filled_bytes} bytes of {size}")
+        if keep and size >= _LEAST_VIEW_BYTES:
+            done(self._returns.lend(number, slot, size))
             return
         copy_bytes(accept(), slot[:size])
-        self._returns.release(filled.number)
+        self._returns.release(number)
         done()
 
     def _look(self, note: bytes, fds: Sequence[int]) -> Filled:
@@ -82,12 +82,23 @@ class ShmReceiver(Receiver):
             for descriptor in fds:
                 self._slots[filled.number] = mapped(descriptor)
         finally:
-            for descriptor in fds:
-                os.close(descriptor)
+            if fds:
+                close_all(fds)
         slot = self._slots.get(filled.number)
         if slot is None or slot.numel() < filled.size_bytes:
             raise ValueError(f"slot {filled.number} is not of {filled.size_bytes} bytes")
+        if self._returns.board is None or filled.number >= SlotBoard.BYTES:
+            raise ValueError(f"slot {filled.number} cannot be returned: it is on no board")
         return filled
+
+    def _see_board(self, fds: Sequence[int]) -> None:
+        try:
+            (memory,) = map(mapped, fds)
+        finally:
+            close_all(fds)
+        if memory.numel() < SlotBoard.BYTES:
+            raise ValueError(f"a board of {memory.numel()} bytes, not {SlotBoard.BYTES}")
+        self._returns.board = SlotBoard(memory)
 
     def _assemble(self, assembly: _Assembly) -> None:
         with self._lock:
@@ -95,9 +106,15 @@ class ShmReceiver(Receiver):
             self._put_together()
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        """A piece has come, or slots are no more."""
+        """A piece has come, slots are no more, or the sender has none."""
+        if note == SHORT:
+            self._returns.ask()
+            return
         try:
             with self._lock:
+                if note == BOARD:
+                    self._see_board(fds)
+                    return
                 gone = given_up(note)
                 if gone is not None:
                     for number in gone:
@@ -125,6 +142,12 @@ class ShmReceiver(Receiver):
             self._slots.clear()
             self._pieces.clear()
             self._assemblies.clear()
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors that came."""
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class _Assembly:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.transport.contract import Sender
-from stagelink.transport.slots import returned_slots
-from stagelink_shm.memory import copy_bytes, mapped, new_memory
-from stagelink_shm.notes import Filled, pack_given_up
+from stagelink.transport.slots import SlotBoard
+from stagelink_shm.memory import mapped, new_memory
+from stagelink_shm.notes import BOARD, SHORT, pack_filled, pack_given_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from stagelink.transport.contract import Announce, Deadline, Done, Message, Port
-    from stagelink.transport.slots import SlotRing
+    from stagelink.transport.slots import Slot, SlotRing
 
     Tell = Callable[[bytes, Sequence[int]], None]
 
@@ -42,6 +43,7 @@ class ShmSender(Sender):
         self._port = port
         self._lock = threading.Lock()
         self._ring = ring
+        self._board: SlotBoard | None = None
         self._short = False
         self._passing = threading.Lock()
         self._leaving: deque[_InPieces] = deque()
@@ -92,39 +94,54 @@ class ShmSender(Sender):
     def _pass(self, payload: torch.Tensor, tell: Tell, *, keep: bool) -> bool:
         size = payload.numel()
         with self._lock:
-            self._ring.grow(self._port.window + SPARE_SLOTS)
-            slot = self._ring.take(size)
-            gone = self._ring.given_up()
-            if gone:
-                self._port.note(pack_given_up(gone))
+            slot = self._take(size)
             if slot is None:
-                self._short = True
                 return False
             keep = keep and self._ring.may_keep(slot)
-        copy_bytes(slot.memory.bytes, payload)
-        slot.memory.tell(tell, Filled(slot.number, keep, size).pack())
+        ctypes.memmove(slot.memory.address, payload.data_ptr(), size)
+        note = pack_filled(slot.number, keep, size)
+        if slot.memory.descriptor is None:
+            tell(note, ())
+        else:
+            slot.memory.tell(tell, note)
         return True
 
+    def _take(self, size: int) -> Slot[SharedMemory] | None:
+        """A slot for so many bytes; where there is none the receiver is asked for one."""
+        ring = self._ring
+        if self._board is None:
+            memory = SharedMemory(SlotBoard.BYTES)
+            memory.tell(self._port.note, BOARD)
+            self._board = SlotBoard(memory.bytes)
+        for number, usable in self._board.collect():
+            ring.give_back(number, usable=usable)
+        if len(ring.out) + SPARE_SLOTS >= ring.most:
+            ring.grow(self._port.window + SPARE_SLOTS)
+        slot = ring.take(size)
+        if ring.gone:
+            self._port.note(pack_given_up(ring.given_up()))
+        if slot is None and not self._short:
+            self._short = True
+            self._port.note(SHORT)
+        return slot
+
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
-        """Slots have come home."""
+        """A slot has been returned since this end asked for one."""
         del fds
-        try:
-            with self._lock:
-                for number, usable in returned_slots(note):
-                    self._ring.give_back(number, usable=usable)
-                short, self._short = self._short, False
-        except ValueError as error:
-            self._port.fail(error)
+        if note:
+            self._port.fail(ValueError(f"a note of {len(note)} bytes, where an empty one is due"))
             return
-        if short:
-            self._pass_pieces()
-            self._port.room()
+        with self._lock:
+            self._short = False
+        self._pass_pieces()
+        self._port.room()
 
     def close(self, deadline: Deadline) -> None:
         """Let go of the slots; the receiver keeps what it still looks at."""
         del deadline
         with self._lock:
             self._ring.clear()
+            self._board = None
 
 
 class _InPieces(NamedTuple):
@@ -139,6 +156,8 @@ class SharedMemory:
 
     Attributes:
         bytes: all of it, as a flat uint8 tensor.
+        address: where that begins.
+        descriptor: None once it is closed.
 
     Raises:
         OSError: the system has none to give.
@@ -152,15 +171,14 @@ class SharedMemory:
         except BaseException:
             os.close(descriptor)
             raise
-        self._descriptor: int | None = descriptor
+        self.address = self.bytes.data_ptr()
+        self.descriptor: int | None = descriptor
 
     def tell(self, tell: Tell, note: bytes) -> None:
-        """Send a note, the first time with the descriptor."""
-        if self._descriptor is None:
-            tell(note, ())
-            return
-        descriptor, self._descriptor = self._descriptor, None
+        """Send a note with the descriptor, and close that."""
+        descriptor, self.descriptor = self.descriptor, None
         try:
-            tell(note, (descriptor,))
+            tell(note, () if descriptor is None else (descriptor,))
         finally:
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)

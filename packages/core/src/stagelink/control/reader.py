@@ -195,12 +195,16 @@ class Reader:
     def changed(self) -> None:
         """Have every waiting caller look again; from any thread, returns at once."""
         with self.lock:
+            if not self._waiting:
+                return
             reader = self._reader
-            _ring(self._waiting, reader)
+            if len(self._waiting) > 1 or reader not in self._waiting:
+                _ring(self._waiting, reader)
             # Who is dispatching looks again by itself. The same thread in a signal handler, which
             # interrupted its wait, goes on waiting.
-            dispatches_here = self.reads_here and self._phase is _DISPATCHING
-            if reader in self._waiting and not dispatches_here:
+            if reader in self._waiting and not (
+                self._phase is _DISPATCHING and reader.thread == threading.get_ident()
+            ):
                 self._waker.wake()
 
     def wait(  # noqa: C901 - no frame more for each message

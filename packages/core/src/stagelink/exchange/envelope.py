@@ -123,7 +123,8 @@ def unseal(arrival: Arrival, terms: Terms) -> torch.Tensor | None:
         if terms.on_host:
             return tensor
     else:
-        tensor = from_bytes(payload, arrival.header.dtype, arrival.header.shape)
+        header = arrival.header
+        tensor = from_bytes(payload, DTYPE_BY_CODE[header.dtype_code], header.shape)
     if tensor.device == terms.device:
         return tensor
     with outside_modes():

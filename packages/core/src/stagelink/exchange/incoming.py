@@ -110,7 +110,8 @@ class Incoming:
                     self._check_room(route, arrival, self._most_bytes)
                 self.inbox.put(arrival)
         if carried:
-            route.link.announced(arrival, frame.note, frame.take_fds())
+            fds = frame.take_fds() if frame.fds else ()
+            route.link.announced(arrival, frame.note, fds)
         elif abandoned:
             if not self._unanswered:
                 self._plane.reader.call(self._answer_unanswered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from stagelink.errors import ProtocolError
 from stagelink.plan import Edge, Limits
@@ -30,14 +30,13 @@ class Bound(NamedTuple):
             return cls(limits.receive_bytes, "limits.receive_bytes")
         return cls(here, "the memory of this machine")
 
-    def check(self, link: Link, header: Header) -> None:
-        """Raise `ProtocolError` if a link cannot bring so large a message."""
-        if header.payload_bytes > self.most_bytes:
-            raise ProtocolError(
-                f"{link}: a header of microbatch {header.microbatch} with payload_bytes = "
-                f"{header.payload_bytes}; at most {self.most_bytes} can be received "
-                f"({self.source})"
-            )
+    def refuse(self, link: Link, header: Header) -> NoReturn:
+        """Raise `ProtocolError` for a message that is larger."""
+        raise ProtocolError(
+            f"{link}: a header of microbatch {header.microbatch} with payload_bytes = "
+            f"{header.payload_bytes}; at most {self.most_bytes} can be received "
+            f"({self.source})"
+        )
 
 
 def check_declared(edge: Edge, header: Header) -> None:

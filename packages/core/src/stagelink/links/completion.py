@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from threading import get_ident
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -42,7 +43,12 @@ class Begun(Generic[_T]):
 
     def __call__(self, payload: torch.Tensor | None = None) -> None:
         """See `stagelink.transport.contract.Done`."""
-        self._end.told(self, payload)
+        end, beginning = self._end, self._end.beginning
+        if beginning is not None and beginning[1] is self and beginning[0] == get_ident():
+            end.was_told.append((self, payload, None))
+            self.at_once = True
+        else:
+            end.told(self, payload)
 
     def failed(self, error: BaseException) -> None:
         """See `stagelink.transport.contract.Done`."""
@@ -59,6 +65,8 @@ class Completion(ABC, Generic[_T]):
 
     Attributes:
         unfinished: how many messages are on their way through this end.
+        was_told: what a transport has said that was not acted on yet; see `told`.
+        beginning: the thread that is in a ``begin`` of the transport's, and of what; or None.
         given_up: whether none of them will be done any more: the peer or this rank has closed, or
             the handler failed.
     """
@@ -68,8 +76,8 @@ class Completion(ABC, Generic[_T]):
         self.given_up = False
         self._name = name
         self._lock = threading.RLock()
-        self._told: deque[tuple[Begun[_T] | None, Any, BaseException | None]] = deque()
-        self._beginning: tuple[int, Begun[_T]] | None = None
+        self.was_told: deque[tuple[Begun[_T] | None, Any, BaseException | None]] = deque()
+        self.beginning: tuple[int, Begun[_T]] | None = None
         self._begun: deque[Begun[_T]] = deque()
 
     def told(
@@ -85,9 +93,9 @@ class Completion(ABC, Generic[_T]):
             payload: what the transport gave with it.
             error: why it failed.
         """
-        beginning = self._beginning
-        self._told.append((begun, payload, error))
-        if beginning is None or beginning[0] != threading.get_ident():
+        beginning = self.beginning
+        self.was_told.append((begun, payload, error))
+        if beginning is None or beginning[0] != get_ident():
             self._catch_up()
         elif begun is beginning[1]:
             beginning[1].at_once = True
@@ -95,13 +103,13 @@ class Completion(ABC, Generic[_T]):
     @property
     def begins_here(self) -> bool:
         """Whether this thread is in a ``begin`` of the transport's, which must not wait."""
-        beginning = self._beginning
-        return beginning is not None and beginning[0] == threading.get_ident()
+        beginning = self.beginning
+        return beginning is not None and beginning[0] == get_ident()
 
     def _catch_up(self) -> None:
         """Act on what was told, unless another thread is at it, which then looks once more."""
         try:
-            while self._told:
+            while self.was_told:
                 done = self._try_pump()
                 if done is None:
                     return
@@ -115,7 +123,7 @@ class Completion(ABC, Generic[_T]):
         try:  # from before it has the lock: a signal handler may raise as soon as it has
             mine = self._lock.acquire(blocking=False)
             # Within a ``begin`` of this thread's own, what began it looks when that has returned.
-            return self._pump() if mine and self._beginning is None else None
+            return self._pump() if mine and self.beginning is None else None
         finally:
             try:  # nor may one raise between here and the release
                 self._lock.release()
@@ -138,8 +146,8 @@ class Completion(ABC, Generic[_T]):
             StagelinkError: a message has failed, or what was said of it cannot be.
         """
         done: list[_T] = []
-        while self._told:
-            begun, payload, error = self._told.popleft()
+        while self.was_told:
+            begun, payload, error = self.was_told.popleft()
             if begun is None or self.given_up:
                 continue
             if isinstance(error, ClosedError | PeerClosedError):
@@ -147,9 +155,13 @@ class Completion(ABC, Generic[_T]):
                 continue
             if error is not None:
                 raise mapped(self._name, error)
-            self._check_order(begun)
-            self._take(begun.message, payload)
-            self._begun.remove(begun)
+            if self._begun and begun is self._begun[0]:
+                self._take(begun.message, payload)
+                self._begun.popleft()
+            else:
+                self._check_order(begun)
+                self._take(begun.message, payload)
+                self._begun.remove(begun)
             self.unfinished -= 1
             done.append(begun.message)
         return done
@@ -157,7 +169,7 @@ class Completion(ABC, Generic[_T]):
     def _check_order(self, begun: Begun[_T]) -> None:
         if begun not in self._begun:
             raise TransportError(f"{self._name}: a message is done twice")
-        if begun is not self._begun[0] and not begun.at_once:
+        if not begun.at_once:
             raise TransportError(
                 f"{self._name}: a message is done before the one that has begun before it"
             )

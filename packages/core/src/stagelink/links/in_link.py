@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from threading import get_ident
 
 import torch
 
 from stagelink.control.connection import close_all
 from stagelink.deadline import Deadline
-from stagelink.errors import ProtocolError, StagelinkError, TransportError
+from stagelink.errors import StagelinkError, TransportError
 from stagelink.links.arrival import Arrival
 from stagelink.links.bound import Bound
 from stagelink.links.calls import raise_mapped
 from stagelink.links.completion import Begun
 from stagelink.links.link_end import LinkEnd
 from stagelink.transport.contract import Capabilities, Link, Receiver
+from stagelink.transport.modes import outside_modes
 from stagelink.transport.payload import payload_problem
 from stagelink.transport.streams import Stream
 
-
-class _Announced(NamedTuple):
-    arrival: Arrival
-    note: bytes
-    fds: Sequence[int]
+_Announced = tuple[Arrival, bytes, Sequence[int]]
+"""A message whose header has come, with its note and descriptors."""
 
 
 class InLink(LinkEnd[Arrival]):
@@ -62,20 +59,19 @@ class InLink(LinkEnd[Arrival]):
             StagelinkError: the transport failed in ``begin``.
             ProtocolError: the message is larger than anything that can be received here.
         """
-        try:
-            self._bound.check(self.link, arrival.header)
-        except ProtocolError:
+        if arrival.header.payload_bytes > self._bound.most_bytes:
             close_all(fds)
-            raise
+            self._bound.refuse(self.link, arrival.header)
         with self._lock:
             if self.given_up:
                 close_all(fds)
                 return
             self.unfinished += 1
-            self._queue.append(_Announced(arrival, note, fds))
+            self._queue.append((arrival, note, fds))
             done = self._pump()
-        self._tell(done)
-        if self._told:
+        if done:
+            self._tell(done)
+        if self.was_told:
             self._catch_up()
 
     def opened(self, receiver: Receiver) -> None:
@@ -99,10 +95,10 @@ class InLink(LinkEnd[Arrival]):
         super().close(deadline)
         with self._lock:
             while self._queue:
-                close_all(self._queue.popleft().fds)
+                close_all(self._queue.popleft()[2])
 
     def _pump(self) -> list[Arrival]:
-        done = self._take_told()
+        done = self._take_told() if self.was_told else []
         receiver = self._receiver
         while (
             self._queue and receiver and not self.given_up and len(self._begun) < self._in_flight
@@ -114,14 +110,14 @@ class InLink(LinkEnd[Arrival]):
     def _begin(self, receiver: Receiver, announced: _Announced) -> None:
         arrival, note, fds = announced
         begun, accept = Begun(self, arrival), partial(self._accept, arrival)
-        self._beginning = threading.get_ident(), begun
+        self.beginning = get_ident(), begun
         try:
-            with self.stream.entered(arrival.after):
+            with outside_modes() if self._on_host else self.stream.entered(arrival.after):
                 given: object = receiver.begin(arrival.header, note, fds, accept, begun)
         except Exception as error:
             raise_mapped(self._name, error)
         finally:
-            self._beginning = None
+            self.beginning = None
         if given is not None:
             raise TransportError(f"{self._name}: its begin returns {given!r}, where None is due")
         self._begun.append(begun)
@@ -134,15 +130,16 @@ class InLink(LinkEnd[Arrival]):
         return payload
 
     def _take(self, message: Arrival, payload: torch.Tensor | None) -> None:
-        self._check_payload(message, payload)
-        message.event = self.stream.record()
+        lent = message.payload
+        # The buffer that it has accepted is the usual case: no time for words.
+        if not isinstance(lent, torch.Tensor) or not (payload is None or payload is lent):
+            self._check_payload(message, payload)
+        if not self._on_host:
+            message.event = self.stream.record()
         if payload is not None:
             message.payload = payload
 
     def _check_payload(self, arrival: Arrival, payload: object) -> None:
-        lent = arrival.payload
-        if isinstance(lent, torch.Tensor) and (payload is None or payload is lent):
-            return  # the usual case: no time for words
         size_bytes, device = arrival.header.payload_bytes, self.stream.device.type
         problem = payload_problem(payload, size_bytes, None, device)
         if problem is not None:

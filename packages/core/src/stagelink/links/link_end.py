@@ -17,7 +17,7 @@ from stagelink.errors import ClosedError, PeerClosedError, StagelinkError
 from stagelink.links.calls import GRACE_S, give_back, mapped, raise_mapped
 from stagelink.links.completion import Completion
 from stagelink.transport.contract import Link, Receiver, Sender
-from stagelink.transport.streams import Stream
+from stagelink.transport.streams import HostStream, Stream
 
 logger = logging.getLogger("stagelink")
 _T = TypeVar("_T")
@@ -52,6 +52,7 @@ class LinkEnd(Completion[_T]):
         self.link = link
         self.stream = stream
         self.error: StagelinkError | None = None
+        self._on_host = type(stream) is HostStream
         self._fail = fail
         self._changed = changed
         self._notes_lock = threading.RLock()

@@ -6,10 +6,10 @@ others queued queues behind them, it never begins past them.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 
 import torch
 
@@ -19,6 +19,7 @@ from stagelink.links.completion import Begun
 from stagelink.links.link_end import LinkEnd
 from stagelink.transport.contract import Capabilities, Link, Message, Sender
 from stagelink.transport.header import Header
+from stagelink.transport.modes import outside_modes
 from stagelink.transport.streams import Stream, StreamEvent
 
 _MOST_ASKED = 100
@@ -99,17 +100,22 @@ class OutLink(LinkEnd[SendJob]):
             StagelinkError: the transport failed in ``begin``; it is for the caller to fail the
                 handler.
         """
-        if job.event is None:  # else it was parked, and this is not its caller's thread
-            self.detach(job, copy=copy and not self._capabilities.copies_on_begin)
+        copied_later = not copy or self._capabilities.copies_on_begin
+        if job.event is None and not (self._on_host and copied_later):
+            # Else it was parked, and this is not its caller's thread; or there is nothing to do.
+            self.detach(job, copy=not copied_later)
         with self._lock:
             self.unfinished += 1
             if self._queue or not self._begin(job):
                 if copy and self._capabilities.copies_on_begin:
                     self.detach(job, copy=True)
                 self._queue.append(job)
-            done = self._pump() if self._told and self._beginning is None else []
-        self._tell(done)
-        if self._told:
+            done: list[SendJob] = []
+            if self.was_told and self.beginning is None:
+                done = self._pump() if self._queue else self._take_told()
+        if done:
+            self._changed()
+        if self.was_told:
             self._catch_up()
 
     def when_announced(self, action: Callable[[], None]) -> None:
@@ -120,7 +126,7 @@ class OutLink(LinkEnd[SendJob]):
                 self._queue.append(action)
         if not waits:
             action()
-        if self._told:
+        if self.was_told:
             self._catch_up()
 
     @property
@@ -132,7 +138,8 @@ class OutLink(LinkEnd[SendJob]):
             raise TransportError(f"{self._name}: a message is announced twice")
         self._announce(job.header, note, fds)
         job.announced = True
-        if not self.begins_here:
+        beginning = self.beginning
+        if beginning is None or beginning[0] != get_ident():
             self.told(None)  # also where nothing is queued: an action may be on its way there
 
     def room(self) -> None:
@@ -184,8 +191,8 @@ class OutLink(LinkEnd[SendJob]):
             return False
         if len(self._begun) >= self._capabilities.in_flight:
             return False
-        if self._beginning is not None:  # in a ``begin`` that has led here
-            self._told.append((None, None, None))
+        if self.beginning is not None:  # in a ``begin`` that has led here
+            self.was_told.append((None, None, None))
             return False
         for _ in range(_MOST_ASKED):
             self._room_meanwhile = False
@@ -200,14 +207,14 @@ class OutLink(LinkEnd[SendJob]):
 
     def _ask_to_begin(self, sender: Sender, job: SendJob, payload: torch.Tensor) -> bool:
         begun, message = Begun(self, job), Message(job.header, payload)
-        self._beginning = threading.get_ident(), begun
+        self.beginning = get_ident(), begun
         try:
-            with self.stream.entered(job.event):
+            with outside_modes() if self._on_host else self.stream.entered(job.event):
                 taken: object = sender.begin(message, partial(self._announce_once, job), begun)
         except Exception as error:
             raise_mapped(self._name, error)
         finally:
-            self._beginning = None
+            self.beginning = None
         if taken is True:
             self._begun.append(begun)
             return True

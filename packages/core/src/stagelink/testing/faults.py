@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -207,7 +207,7 @@ class _Sender(_End[Sender], WrappedSender):
         if any(isinstance(fault, Corrupt) for fault in self.of(self.next)):
             changed = message.payload.clone()
             changed[:1] ^= 0xFF
-            mine.kept = message = replace(message, payload=changed)
+            mine.kept = message = message._replace(payload=changed)
         taken = super().begin(message, announce, mine)
         self.next += taken  # else the same message comes again
         return taken

@@ -7,26 +7,27 @@ under ``torch.inference_mode`` it cannot take part in training later.
 
 from __future__ import annotations
 
+from _thread import RLock
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-_NO_MODE = nullcontext()
 _dispatching = torch._C._len_torch_dispatch_stack
 _overriding = torch._C._len_torch_function_stack
 _transforming = torch._C._functorch.peek_interpreter_stack
 
 
-def outside_modes() -> AbstractContextManager[None]:
+def outside_modes() -> AbstractContextManager[object]:
     """Leave, for a ``with`` block, every mode of torch's that the calling thread is in.
 
     Those are dispatch modes (fake tensors), function modes (a default device), transforms of
     ``torch.func``, and inference mode.
     """
-    return _outside() if in_mode() else _NO_MODE
+    # A lock that nobody else has: entered and left in C, where there is nothing to leave.
+    return _outside() if in_mode() else RLock()
 
 
 def in_mode() -> bool:

@@ -249,7 +249,7 @@ def to_bytes(tensor: torch.Tensor, *, in_order: bool) -> torch.Tensor:
         plain = tensor.detach()
         if not in_order:
             plain = plain.resolve_conj().resolve_neg().contiguous()
-        return plain.view(-1).view(torch.uint8)
+        return (plain if plain.dim() == 1 else plain.view(-1)).view(torch.uint8)
 
 
 def bytes_of(given: object) -> torch.Tensor:
@@ -285,7 +285,8 @@ def from_raw(payload: bytes, dtype: DType, shape: tuple[int, ...]) -> torch.Tens
 def from_bytes(payload: torch.Tensor, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
     """A flat uint8 tensor of the right size seen as ``dtype`` and ``shape``; shares its memory."""
     with outside_modes():
-        return _shaped(payload.view(_TO_TORCH[dtype.code]), shape)
+        flat = payload.view(_TO_TORCH[dtype.code])
+        return flat if len(shape) == 1 and torch.is_grad_enabled() else _shaped(flat, shape)
 
 
 def _shaped(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

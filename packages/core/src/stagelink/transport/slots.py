@@ -11,13 +11,13 @@ last is the next to be used, and none is made before all that fit are out.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ _WASTE = 4
 
 _WORD = struct.Struct("<I")
 _UNUSABLE = 1 << 31
+_FREE, _SPENT = 1, 2
 
 _all: dict[int, weakref.ref[SlotReturns]] = {}
 
@@ -53,15 +54,17 @@ class Slot(Generic[_M]):
 
     Attributes:
         kept: whether the receiver may hold on to it for as long as it likes.
+        size_bytes: of the message that it was last taken for, if no smaller slot holds that.
     """
 
-    __slots__ = ("capacity_bytes", "kept", "memory", "number")
+    __slots__ = ("capacity_bytes", "kept", "memory", "number", "size_bytes")
 
     def __init__(self, number: int, capacity_bytes: int, memory: _M) -> None:
         self.number = number
         self.capacity_bytes = capacity_bytes
         self.memory = memory
         self.kept = False
+        self.size_bytes = 0
 
 
 class SlotRing(Generic[_M]):
@@ -72,6 +75,12 @@ class SlotRing(Generic[_M]):
         most: limit of slots; raised to 4 where it is less, and lowered to 1024 where it is more.
         bound_bytes: how much memory all of them may take.
         granule_bytes: a power of two.
+
+    Attributes:
+        most: limit of slots, as it is now.
+        largest_bytes: the most that a slot holds.
+        out: slots that are out, by number.
+        gone: numbers of those given up, of which the receiver has not been told; see `given_up`.
     """
 
     def __init__(
@@ -86,9 +95,9 @@ class SlotRing(Generic[_M]):
         self._kept_bytes = 0
         self._kept = 0
         self._free: list[Slot[_M]] = []  # what was returned last is at the end
-        self._out: dict[int, Slot[_M]] = {}
+        self.out: dict[int, Slot[_M]] = {}
         self._numbers: list[int] = []
-        self._given_up: list[int] = []
+        self.gone: list[int] = []
 
     def take(self, size_bytes: int) -> Slot[_M] | None:
         """Take a slot for a message of up to ``largest_bytes``; None until one is returned.
@@ -96,6 +105,14 @@ class SlotRing(Generic[_M]):
         Where the bound leaves no memory for a slot of the wanted size, free slots that are too
         small are given up, those first that have been free longest.
         """
+        free = self._free
+        if free and free[-1].size_bytes == size_bytes:  # made for this size, as none fits better
+            found = free.pop()
+            self.out[found.number] = found
+            return found
+        return self._take_best(size_bytes)
+
+    def _take_best(self, size_bytes: int) -> Slot[_M] | None:
         capacity = self.capacity_for(size_bytes)
         found = self._best_free(size_bytes)
         if found is None or found.capacity_bytes > _WASTE * capacity:
@@ -109,7 +126,8 @@ class SlotRing(Generic[_M]):
             return None
         if found in self._free:
             self._free.remove(found)
-        self._out[found.number] = found
+        self.out[found.number] = found
+        found.size_bytes = size_bytes if found.capacity_bytes == capacity else 0
         return found
 
     def given_up(self) -> list[int]:
@@ -117,7 +135,7 @@ class SlotRing(Generic[_M]):
 
         It has them mapped until it is told, so it is told before it hears of a new slot.
         """
-        numbers, self._given_up = self._given_up, []
+        numbers, self.gone = self.gone, []
         return numbers
 
     def grow(self, most: int) -> None:
@@ -149,7 +167,7 @@ class SlotRing(Generic[_M]):
         Raises:
             ValueError: it was not out.
         """
-        slot = self._out.pop(number, None)
+        slot = self.out.pop(number, None)
         if slot is None:
             raise ValueError(f"slot {number} was returned and was not out")
         if slot.kept:
@@ -164,7 +182,7 @@ class SlotRing(Generic[_M]):
     def clear(self) -> None:
         """Let go of all slots, also of those that are out."""
         self._free.clear()
-        self._out.clear()
+        self.out.clear()
         self._bytes = self._kept = self._kept_bytes = 0
 
     def capacity_for(self, size_bytes: int) -> int:
@@ -179,12 +197,12 @@ class SlotRing(Generic[_M]):
     @property
     def count(self) -> int:
         """Number of slots, out and free."""
-        return len(self._out) + len(self._free)
+        return len(self.out) + len(self._free)
 
     def _enough_if_given_up(self, capacity: int) -> bool:
         free = sum(slot.capacity_bytes for slot in self._free)
         fits = self._bytes - free + capacity <= self._bound_bytes
-        return bool(self._free) and fits and len(self._out) < self.most
+        return bool(self._free) and fits and len(self.out) < self.most
 
     def _best_free(self, size_bytes: int) -> Slot[_M] | None:
         best: Slot[_M] | None = None
@@ -205,26 +223,66 @@ class SlotRing(Generic[_M]):
     def _give_up(self, slot: Slot[_M]) -> None:
         self._bytes -= slot.capacity_bytes
         self._numbers.append(slot.number)
-        self._given_up.append(slot.number)
+        self.gone.append(slot.number)
+
+
+class SlotBoard:
+    """Slots that a link's receiver has returned, in memory that both ends see: a byte for each.
+
+    So a return is no message: the receiver sets a byte, and the sender looks when it next needs a
+    slot. Nothing of a slot is still being read by then, on any processor: it is returned after the
+    last tensor with its memory has died, and torch counts those in an order that holds everywhere.
+
+    Args:
+        memory: `SlotBoard.BYTES` bytes, zero at first; kept.
+    """
+
+    BYTES: ClassVar[int] = _MOST
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._states = (ctypes.c_ubyte * _MOST).from_address(memory.data_ptr())
+
+    def post(self, number: int, *, usable: bool) -> None:
+        """Return a slot; at the receiver, on any thread, in the middle of anything."""
+        self._states[number] = _FREE if usable else _SPENT
+
+    def collect(self) -> Sequence[tuple[int, bool]]:
+        """Take what has been returned: each slot's number, and whether it may be used again."""
+        states, found = bytes(self._states), []
+        for state in (_FREE, _SPENT):
+            number = states.find(state)
+            while number >= 0:
+                self._states[number] = 0
+                found.append((number, state == _FREE))
+                number = states.find(state, number + 1)
+        return found
 
 
 class SlotReturns:
-    """The receiving end of a `SlotRing`: lends slots and returns them.
+    """The receiving end of a `SlotRing`: lends slots and returns them on a `SlotBoard`.
 
     What is on loan when the process forks is not used again: a data-loader worker that holds a
     received tensor would see it rewritten. The memory is shared with it all the same: what parent
     or child write into the tensor, both see.
 
+    A sender that has no slot asks, and has an answer, a note that is empty, as soon as it may find
+    one on the board.
+
     Args:
-        port: the link's; the sender's ``on_note`` gets notes for `returned_slots`.
+        port: the link's.
+
+    Attributes:
+        board: None until it has come from the sender.
     """
 
     def __init__(self, port: Port) -> None:
+        self.board: SlotBoard | None = None
         self._port: Port | None = port
+        self._process = os.getpid()
         self._lent: set[int] = set()
         self._forked: set[int] = set()
-        self._back: deque[int] = deque()
-        self._called = False
+        self._asked = self._news = False
         number = id(self)
         _all[number] = weakref.ref(self, lambda _: _all.pop(number, None))
 
@@ -237,47 +295,42 @@ class SlotReturns:
         if number in self._lent:
             raise ValueError(f"slot {number} came again before it was returned")
         self._lent.add(number)
-        return lease(memory, size_bytes, partial(self._on_return, number))
+        return lease(memory, size_bytes, partial(self.release, number))
 
     def release(self, number: int) -> None:
-        """Return a slot that was read to its sender.
+        """Return a slot; from any thread, a finalizer too: takes no lock."""
+        port, board = self._port, self.board
+        if port is None or board is None or self._process != os.getpid():
+            return  # in a fork it is the parent's to return
+        self._lent.discard(number)
+        forked = number in self._forked
+        if forked:
+            self._forked.discard(number)
+        board.post(number, usable=not forked)
+        self._news = True
+        if self._asked:
+            self._asked = False
+            port.call(self._answer)
 
-        Its sender hears of it at the end of this turn of reading: slots that were read in one turn
-        are returned together, in one note.
-        """
-        self._on_return(number)
+    def ask(self) -> None:
+        """The sender has no slot; on the reading thread."""
+        self._asked = True
+        if self._news:
+            self._answer()
+
+    def _answer(self) -> None:
+        self._asked = self._news = False
+        port = self._port
+        if port is not None:
+            port.note(b"")
 
     def close(self) -> None:
         """Return no slot any more; a tensor that lives on keeps nothing but its memory."""
-        self._port = None
-
-    def _on_return(self, number: int) -> None:
-        self._back.append(number)
-        port = self._port
-        if port is not None and not self._called:
-            self._called = True
-            port.call(self._tell)
-
-    def _tell(self) -> None:
-        self._called = False
-        words = bytearray()
-        while self._back:
-            try:
-                number = self._back.popleft()
-            except IndexError:  # another thread was faster
-                break
-            self._lent.discard(number)
-            if number in self._forked:
-                self._forked.discard(number)
-                number |= _UNUSABLE
-            words += _WORD.pack(number)
-        port = self._port
-        if words and port is not None:
-            port.note(bytes(words))
+        self._port = self.board = None
 
 
 def returned_slots(note: bytes) -> Iterator[tuple[int, bool]]:
-    """Decode a note of `SlotReturns`: each returned slot's number, and whether it is usable.
+    """Decode a note that returns slots: each one's number, and whether it is usable.
 
     Raises:
         ValueError: it is no such note.

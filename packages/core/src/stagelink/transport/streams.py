@@ -52,7 +52,7 @@ class Stream(ABC):
         """Record what has been queued on this stream up to now; None if all of it is done."""
 
     @abstractmethod
-    def entered(self, after: StreamEvent | None = None) -> AbstractContextManager[None]:
+    def entered(self, after: StreamEvent | None = None) -> AbstractContextManager[object]:
         """Make it the thread's current stream; what is queued then comes after the event.
 
         No mode of torch's that the thread is in holds there: see `stagelink.transport.modes`.
@@ -105,7 +105,7 @@ class HostStream(Stream):
     def record(self) -> None:
         """Everything is done."""
 
-    def entered(self, after: StreamEvent | None = None) -> AbstractContextManager[None]:
+    def entered(self, after: StreamEvent | None = None) -> AbstractContextManager[object]:
         """Nothing to enter but the modes to leave."""
         del after
         return outside_modes()
