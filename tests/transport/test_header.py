@@ -88,7 +88,7 @@ def test_a_dimension_past_two_to_the_31_fits() -> None:
     ("change", "text"),
     [
         ({0: b"XLNK"}, "not a stagelink frame: it begins with b'XLNK'"),
-        ({4: b"\x09"}, "wire version 9 from the peer, 3 here"),
+        ({4: b"\x09"}, "wire version 9 from the peer, 4 here"),
         ({5: b"\x63"}, "no kind or direction 99"),
         ({6: b"\x02"}, "no kind or direction 2"),
         ({35: b"\x09"}, "9 dims"),

@@ -57,6 +57,8 @@ def post_for(
     try:
         plane.post(peer, header, note, fds=fds)
     except (OSError, TypeError, ValueError, OverflowError) as error:
+        if stops_caller(error):
+            raise
         raise TransportError(
             f"{link}: descriptors {fds!r} to rank {peer}: {type(error).__name__}: {error}"
         ) from error
