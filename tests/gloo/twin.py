@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore
 
 from stagelink.deadline import Deadline
 from stagelink.transport.contract import Link, Message
-from stagelink.transport.header import Header, MessageKind
+from stagelink.transport.header import HEADER_BYTES, Header, MessageKind
 from stagelink.transport.streams import HostStream
 from stagelink_gloo import Gloo, GlooOptions
 from tests.support.completion import Completion
@@ -78,7 +78,7 @@ class TwinPort:
 
     @property
     def window(self) -> int:
-        return 1
+        return 4
 
     @property
     def stream(self) -> Stream:
@@ -104,7 +104,8 @@ class TwinPort:
         return self.twin.wait(ready, deadline or Deadline(math.inf))
 
     def pause(self, seconds: float) -> None:
-        raise AssertionError("there is no device to wait for")
+        self.twin.check()
+        time.sleep(seconds)
 
     def wake(self) -> None:
         self.twin.wake()
@@ -121,14 +122,21 @@ class TwinPort:
 
 @dataclass
 class Incoming:
-    """A message that the receiver has begun."""
+    """A message that the receiver has begun.
+
+    Attributes:
+        done: what the receiver says of it.
+        buffer: what was lent to it.
+        note: what the sender has announced it with.
+    """
 
     done: Completion
     buffer: torch.Tensor
+    note: bytes
 
     def take(self, seconds: float = LONG_S) -> torch.Tensor:
-        assert self.done.wait(seconds) is None
-        return self.buffer
+        payload = self.done.wait(seconds)
+        return self.buffer if payload is None else payload
 
 
 class Sent(Completion):
@@ -204,15 +212,15 @@ class Twin:
         header, done = self._header(payload.numel()), Sent(self)
         assert self.sender.begin(
             Message(header, payload),
-            lambda note=b"", fds=(): self.post(HEADER, header.pack()),
+            lambda note=b"", fds=(): self.post(HEADER, header.pack() + note),
             done,
         )
         self._under_way.append(done)
         return done
 
-    def only_announce(self, size_bytes: int) -> None:
+    def only_announce(self, size_bytes: int, note: bytes = b"") -> None:
         """Send a header whose payload never comes."""
-        self.post(HEADER, self._header(size_bytes).pack())
+        self.post(HEADER, self._header(size_bytes).pack() + note)
 
     def next(self, timeout_s: float = LONG_S) -> Incoming:
         """Block until one more message has begun to come in."""
@@ -222,10 +230,14 @@ class Twin:
         with self._writing:
             self._wire.send((kind, body))
 
+    def check(self) -> None:
+        """Raise what this rank has failed with."""
+        if self.failure is not None:
+            raise ConnectionAbortedError(str(self.failure))
+
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         def look() -> bool:
-            if self.failure is not None:
-                raise ConnectionAbortedError(str(self.failure))
+            self.check()
             return ready()
 
         with self._changed:
@@ -285,22 +297,22 @@ class Twin:
                         if not self._closed:
                             self.sender.on_note(body, ())
                 else:
-                    self._begin(Header.unpack(body))
+                    self._begin(Header.unpack(body), body[HEADER_BYTES:])
                 self.wake()
         except (EOFError, ConnectionResetError):
             if not self._deaf:
                 self.fail(ConnectionError(f"rank {self.peer} died"))
 
-    def _begin(self, header: Header) -> None:
+    def _begin(self, header: Header, note: bytes) -> None:
         buffer = torch.zeros(header.payload_bytes, dtype=torch.uint8)
         done = Completion()
         try:
-            self.receiver.begin(header, b"", (), lambda: buffer, done)
+            self.receiver.begin(header, note, (), lambda: buffer, done)
         except Exception as error:  # it was announced on a connection that is closed by now
             self.fail(error)
         else:
             self._under_way.append(done)
-            self.incoming.put(Incoming(done, buffer))
+            self.incoming.put(Incoming(done, buffer, note))
 
 
 def _wire(dials: bool, store: Store) -> Connection:

@@ -3,18 +3,24 @@
 Gloo tells an operation of its peer's death unless bytes of it are on their way. So nobody waits
 for a payload: the receiver waits for the trailer, which cannot be on its way before the payload is
 through; the sender for the receiver's receipt, a note on core's connection, which core watches.
+
+A message that meets a receive posted ahead (see `ahead`) goes before its header, and has often
+come when that is in: then it is complete at once, and nobody is woken to wait for it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from stagelink.transport.blocking import Finisher
 from stagelink.transport.contract import Receiver, Sender
+from stagelink.transport.interrupts import stops_caller
+from stagelink_gloo.ahead import Ask, Choice, Places, Posted, parse, tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,18 +29,22 @@ if TYPE_CHECKING:
     from stagelink.transport.header import Header
     from stagelink_gloo.pair import Operation, Pair
 
-__all__ = ["GlooReceiver", "GlooSender"]
+__all__ = ["IN_FLIGHT", "GlooReceiver", "GlooSender"]
+
+IN_FLIGHT = 4
+"""Messages of a link that are on their way at once; and so many receives are posted ahead."""
 
 _PAYLOAD_TAG = 0
 _TRAILER_TAG = 1
 _RECEIPT = b"received"
+_NOTHING = Choice(Ask.NOTHING, 0, 0)
 
 
 class _Sent(NamedTuple):
-    """What gloo is to send of one message."""
+    """What gloo is to send of one message, and of what that releases."""
 
-    payload: Operation
-    trailer: Operation
+    operations: Sequence[Operation]
+    choice: Choice
     done: Done
 
 
@@ -43,13 +53,15 @@ class GlooSender(Sender):
 
     Args:
         pair: the connection with the receiver's rank.
-        port: for the link's name.
+        port: for the link's name and window.
     """
 
     def __init__(self, pair: Pair, port: Port) -> None:
         self._pair = pair
         self._doing = f"{port.link}: sending"
         self._trailer = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._places = Places(lambda: min(IN_FLIGHT, port.window))
         self._lock = threading.Lock()
         self._sent: deque[_Sent] = deque()
 
@@ -59,24 +71,36 @@ class GlooSender(Sender):
         Raises:
             RuntimeError: the connection is closed.
         """
+        size_bytes = message.header.payload_bytes
+        choice = self._places.choose(message.payload) if size_bytes else _NOTHING
+        if choice.ask is Ask.TAKE:
+            self.send(message.payload, done, choice)
+            announce(choice.note)
+            return True
         # First, so that the receiver gets ready meanwhile: gloo's own thread may hold us up.
-        announce()
-        if message.header.payload_bytes:
-            self.send(message.payload, done)
+        announce(choice.note)
+        if size_bytes:
+            self.send(message.payload, done, choice)
         else:
             done()
         return True
 
-    def send(self, buffer: torch.Tensor, done: Done) -> None:
+    def send(self, buffer: torch.Tensor, done: Done, choice: Choice = _NOTHING) -> None:
         """Hand a message's bytes to gloo; it is done when the receipt is in.
 
         Raises:
             RuntimeError: the connection is closed.
         """
         with self._lock:  # the receipt may be here before this returns
-            payload = self._pair.send(buffer, _PAYLOAD_TAG, self._doing)
-            trailer = self._pair.send(self._trailer, _TRAILER_TAG, self._doing)
-            self._sent.append(_Sent(payload, trailer, done))
+            operations: list[Operation] = []
+            if choice.ask is Ask.MOVE:
+                operations.append(self._pair.send(self._nothing, tag(choice.number), self._doing))
+            if choice.ask is Ask.TAKE:
+                operations.append(self._pair.send(buffer, tag(choice.number), self._doing))
+            else:
+                operations.append(self._pair.send(buffer, _PAYLOAD_TAG, self._doing))
+                operations.append(self._pair.send(self._trailer, _TRAILER_TAG, self._doing))
+            self._sent.append(_Sent(operations, choice, done))
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         """A receipt: the oldest message is through."""
@@ -85,11 +109,12 @@ class GlooSender(Sender):
             sent = self._sent.popleft()
         # The receiver has it all: only gloo's own thread may not have noticed yet.
         try:
-            sent.payload.wait()
-            sent.trailer.wait()
+            for operation in sent.operations:
+                operation.wait()
         except OSError as error:
             sent.done.failed(error)
         else:
+            self._places.through(sent.choice)
             sent.done()
 
     def abort(self, cause: BaseException) -> None:
@@ -108,7 +133,7 @@ class GlooReceiver(Receiver):
 
     Args:
         pair: the connection with the sender's rank.
-        port: for the link's name and receipts.
+        port: for the link's name and receipts, and for buffers.
     """
 
     def __init__(self, pair: Pair, port: Port) -> None:
@@ -117,6 +142,9 @@ class GlooReceiver(Receiver):
         self._finisher = Finisher(port)
         self._doing = f"{port.link}: receiving"
         self._trailer = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._posted: dict[int, Posted] = {}
+        # Counted on the thread that begins, and on the one that waits.
+        self._submitted = self._finished = 0
 
     def begin(
         self,
@@ -126,17 +154,59 @@ class GlooReceiver(Receiver):
         accept: Callable[[], torch.Tensor],
         done: Done,
     ) -> None:
-        """Receive into the accepted buffer; the bytes come in whether anybody waits or not.
+        """Receive, unless it is here; the bytes come in whether anybody waits or not.
 
         Raises:
             RuntimeError: the connection is closed.
         """
-        del note, fds
-        buffer = accept()
-        if not header.payload_bytes:
+        del fds
+        size_bytes = header.payload_bytes
+        if not size_bytes:
+            accept()
             done()
             return
-        self._finisher.submit(self.receive(buffer), done)
+        ask, number = parse(note)
+        if ask is Ask.TAKE:
+            posted = self._posted[number]
+            wait: Callable[[], torch.Tensor | None] = partial(self._take, posted, size_bytes)
+            if self._submitted == self._finished and posted.comes_at_once:
+                done(wait())
+                return
+        else:
+            started = self._start(accept())
+            wait = partial(self._receive_and_post, started, ask, number, size_bytes)
+        self._submitted += 1
+        self._finisher.submit(partial(self._counted, wait), done)
+
+    def _counted(self, wait: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        payload = wait()
+        self._finished += 1
+        return payload
+
+    def _take(self, posted: Posted, size_bytes: int) -> torch.Tensor:
+        payload = posted.wait()
+        self._post(posted, size_bytes)
+        self._port.note(_RECEIPT)
+        return payload
+
+    def _receive_and_post(
+        self, wait: Callable[[], None], ask: Ask, number: int, size_bytes: int
+    ) -> None:
+        wait()
+        if ask is not Ask.NOTHING:
+            if ask is Ask.MOVE:
+                self._posted[number].release()
+            else:
+                self._posted[number] = Posted(self._pair, self._port, number, self._doing)
+            self._post(self._posted[number], size_bytes)
+        self._port.note(_RECEIPT)
+
+    def _post(self, posted: Posted, size_bytes: int) -> None:
+        try:
+            posted.post(size_bytes)
+        except RuntimeError as error:  # the connection is closed: who goes on to use it is told
+            if stops_caller(error):
+                raise
 
     def receive(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Have gloo receive into a buffer; returns what waits for it, and sends the receipt.
@@ -144,13 +214,15 @@ class GlooReceiver(Receiver):
         Raises:
             RuntimeError: the connection is closed.
         """
+        return partial(self._receive_and_post, self._start(buffer), Ask.NOTHING, 0, buffer.numel())
+
+    def _start(self, buffer: torch.Tensor) -> Callable[[], None]:
         payload = self._pair.receive(buffer, _PAYLOAD_TAG, self._doing)
         trailer = self._pair.receive(self._trailer, _TRAILER_TAG, self._doing)
 
         def wait() -> None:
             trailer.wait()
             payload.wait()
-            self._port.note(_RECEIPT)
 
         return wait
 
@@ -162,3 +234,4 @@ class GlooReceiver(Receiver):
     def close(self, deadline: Deadline) -> None:
         """End the thread that waits."""
         self._finisher.close(deadline)
+        self._posted.clear()

@@ -14,7 +14,7 @@ from stagelink.transport.contract import API_VERSION, Capabilities, Transport, V
 from stagelink.transport.host import server_id
 from stagelink.transport.streams import HostStream
 from stagelink_gloo.addresses import named_address
-from stagelink_gloo.link import GlooReceiver, GlooSender
+from stagelink_gloo.link import IN_FLIGHT, GlooReceiver, GlooSender
 from stagelink_gloo.pair import Pair, connect
 from stagelink_gloo.staged import StagedReceiver, StagedSender
 
@@ -49,7 +49,7 @@ class Gloo(Transport):
     name: ClassVar[str] = "gloo"
     api_version: ClassVar[tuple[int, int]] = API_VERSION
     capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=frozenset({"cpu", "cuda"}), auto_rank=10, in_flight=4
+        devices=frozenset({"cpu", "cuda"}), auto_rank=10, in_flight=IN_FLIGHT
     )
     Options: ClassVar[type[Any]] = GlooOptions
 
