@@ -435,3 +435,46 @@ def test_a_hand_driven_first_stage_must_say_the_items(pipeline: Callable[..., An
         return str(caught.value)
 
     assert "nobody said how many items session 0 has" in pipeline(case)[2]
+
+
+# -- between batches
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("loss", [cross_entropy, torch.nn.MSELoss()], ids=["counts", "mean"])
+def test_a_first_stage_begins_a_batch_while_the_last_one_steps(
+    loss: Any, clip_norm: float | None, pipeline: Callable[..., Any]
+) -> None:
+    """Between batches no rank waits for another but by what they reduce before they step."""
+    began = [threading.Event(), threading.Event()]
+
+    class Noting(torch.nn.Module):
+        def __init__(self, replica: int) -> None:
+            super().__init__()
+            self.toy = build(SHAPES, 0)
+            self.replica = replica
+            self.forwards = 0
+
+        def forward(self, **tensors: torch.Tensor) -> Any:
+            self.forwards += 1
+            if self.forwards > 2:  # a batch of four microbatches has two here
+                began[self.replica].set()
+            return self.toy(**tensors)
+
+    class Waiting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert all(event.wait(20) for event in began), "the first stage waits for this step"
+            return super().step(closure)
+
+    def case(comm: Handler) -> int:
+        last = comm.stage.index == 1
+        module = build(SHAPES, 1) if last else Noting(comm.replica)
+        optimizer = Waiting(module.parameters(), lr=0.1) if last else quick_sgd(module)
+        batches = make_batches([8, 8])
+        if loss is not cross_entropy:
+            for batch in batches:
+                batch["target"] = torch.zeros(8, 3, dtype=torch.float64)
+        settings = {"loss": loss, "optimizer": optimizer, "clip_norm": clip_norm}
+        return runner_of(comm, module, **settings).train(own(comm, batches)).batches
+
+    assert pipeline(case) == [2, 2, 2]
