@@ -79,7 +79,7 @@ def by_ddp(
     batch: dict[str, torch.Tensor],
     microbatches: int,
 ) -> None:
-    """Some steps, each of this rank's microbatches of the batch."""
+    """Carry out some steps, each of this rank's microbatches of the batch."""
     parts = [batch[name].tensor_split(REPLICAS * microbatches) for name in ("x", "target")]
     mine = [*zip(*parts, strict=True)][dist.get_rank() :: REPLICAS]
     for _ in range(STEPS):
@@ -91,7 +91,7 @@ def by_ddp(
 
 
 def measure(rank: int, world_size: int, store: Store) -> dict[str, list[list[float]]]:
-    """One round on one rank, by kind; see `one_kind`."""
+    """Measure one round on one rank, by kind; see `one_kind`."""
     pin(rank)
     torch.set_num_threads(1)
     dist.init_process_group(
