@@ -67,27 +67,22 @@ class Reader:
     """Reads what comes for one rank, on whichever thread waits, and wakes the others.
 
     On Linux's epoll itself: a layer above it costs as much again for every message.
-
-    Attributes:
-        lock: guards everything that a ``ready`` looks at.
-        on_long_wait: called about once a second in long waits, without the lock, by each.
-        on_error: called on the reading thread with what went wrong in a turn; may raise it.
-        spin_s: seconds that a turn may poll before it blocks; how long is its own affair.
-        ending: whether a failure or a close has begun; only then is a wait's ``check`` called.
-        last_call_s: when a caller was last active, by the monotonic clock, which callers that do
-            not wait set too: the standby stays away for a moment.
     """
 
     def __init__(self, name: str) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # guards everything that a ``ready`` looks at
+        # called about once a second in long waits, without the lock, by each
         self.on_long_wait: Callable[[], None] | None = None
+        # called on the reading thread with what went wrong in a turn; may raise it
         self.on_error: Callable[[BaseException], None] | None = None
-        self.spin_s = 0.0
-        self.ending = False
+        self.spin_s = 0.0  # seconds that a turn may poll before it blocks
+        self.ending = False  # a failure or a close; only then is a wait's ``check`` called
         self._reader: Bell | None = None
         self._phase = _AWAY
         self._waiting: set[Bell] = set()
         self._bells: list[Bell] = []  # to be used again: to make one costs as much as a look
+        # Monotonic moment at which a caller was last active, which callers that do not wait set
+        # too: the standby stays away for a moment.
         self.last_call_s = self._last_turn = 0.0
         self._short_waits = self._turns_of_calls = 0
         self._alarms: dict[Callable[[], None], float] = {}
@@ -135,10 +130,7 @@ class Reader:
         The action is called in the next turn, and whenever the descriptor is ready; once, however
         many watch with the same action, for a descriptor may be watched more than once. It returns
         whether it is to be called in the next turn too. What it raises is given to ``on_error``,
-        and ends the watch.
-
-        Raises:
-            OSError: it is no descriptor that can be watched.
+        and ends the watch. `OSError` where it is no descriptor that can be watched.
         """
         watch = Watch(fd, action, on_error, writable)
         self._watches.begin(watch)

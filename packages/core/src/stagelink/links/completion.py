@@ -23,23 +23,14 @@ _T = TypeVar("_T")
 
 
 class Begun(Generic[_T]):
-    """A message that a transport is given to begin, and the `Done` that it is given with it.
-
-    Args:
-        end: the link's end here.
-        message: what it is to that.
-
-    Attributes:
-        message: as given.
-        at_once: whether it was done within its own ``begin``.
-    """
+    """A message that a transport is given to begin, and the `Done` that it is given with it."""
 
     __slots__ = ("_end", "at_once", "message")
 
     def __init__(self, end: Completion[_T], message: _T) -> None:
         self._end = end
         self.message = message
-        self.at_once = False
+        self.at_once = False  # whether it was done within its own ``begin``
 
     def __call__(self, payload: torch.Tensor | None = None) -> None:
         """See `stagelink.transport.contract.Done`."""
@@ -62,21 +53,18 @@ class Completion(ABC, Generic[_T]):
 
     Args:
         name: what the end does on which link, for errors.
-
-    Attributes:
-        unfinished: how many messages are on their way through this end.
-        was_told: what a transport has said that was not acted on yet; see `told`.
-        beginning: the thread that is in a ``begin`` of the transport's, and of what; or None.
-        given_up: whether none of them will be done any more: the peer or this rank has closed, or
-            the handler failed.
     """
 
     def __init__(self, name: str) -> None:
-        self.unfinished = 0
+        self.unfinished = 0  # messages that are on their way through this end, queued or in flight
+        # whether none of them will be done any more: the peer or this rank has closed, or the
+        # handler failed
         self.given_up = False
         self._name = name
         self._lock = threading.RLock()
+        # what a transport has said that was not acted on yet; see `told`
         self.was_told: deque[tuple[Begun[_T] | None, Any, BaseException | None]] = deque()
+        # the thread that is in a ``begin`` of the transport's, and of what
         self.beginning: tuple[int, Begun[_T]] | None = None
         self._begun: deque[Begun[_T]] = deque()
 
@@ -86,12 +74,9 @@ class Completion(ABC, Generic[_T]):
         payload: torch.Tensor | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """The transport says something; returns at once, and begins what can begin now.
+        """The transport says that a message is done, or failed, or perhaps has room (None).
 
-        Args:
-            begun: the message that is done; None: perhaps there is room.
-            payload: what the transport gave with it.
-            error: why it failed.
+        Returns at once, and begins what can begin now.
         """
         beginning = self.beginning
         self.was_told.append((begun, payload, error))
@@ -142,8 +127,7 @@ class Completion(ABC, Generic[_T]):
     def _take_told(self) -> list[_T]:
         """With the lock: finish what the transport has said is done, and return that.
 
-        Raises:
-            StagelinkError: a message has failed, or what was said of it cannot be.
+        Raises where a message has failed, or what was said of it cannot be.
         """
         done: list[_T] = []
         while self.was_told:
@@ -176,11 +160,7 @@ class Completion(ABC, Generic[_T]):
 
     @abstractmethod
     def _take(self, message: _T, payload: torch.Tensor | None) -> None:
-        """With the lock: a message is done.
-
-        Raises:
-            TransportError: it cannot be.
-        """
+        """With the lock: a message is done; `TransportError` where it cannot be."""
 
     @abstractmethod
     def _give_up(self) -> None:

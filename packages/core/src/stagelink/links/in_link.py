@@ -55,9 +55,8 @@ class InLink(LinkEnd[Arrival]):
     def announced(self, arrival: Arrival, note: bytes, fds: Sequence[int]) -> None:
         """A header came in; runs on the reading thread, and returns at once.
 
-        Raises:
-            StagelinkError: the transport failed in ``begin``.
-            ProtocolError: the message is larger than anything that can be received here.
+        Raises where the transport fails in ``begin``, or the message is larger than anything that
+        can be received here (`ProtocolError`).
         """
         if arrival.header.payload_bytes > self._bound.most_bytes:
             close_all(fds)
@@ -123,9 +122,9 @@ class InLink(LinkEnd[Arrival]):
         self._begun.append(begun)
 
     def _accept(self, arrival: Arrival) -> torch.Tensor:
-        wanted = arrival.buffer
-        size_bytes = arrival.header.payload_bytes
-        payload = self.stream.buffer(size_bytes) if wanted is None else wanted
+        payload = arrival.buffer
+        if payload is None:
+            payload = self.stream.buffer(arrival.header.payload_bytes)
         arrival.payload = payload
         return payload
 

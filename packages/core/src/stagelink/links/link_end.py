@@ -32,11 +32,6 @@ class LinkEnd(Completion[_T]):
         fail: called with what went wrong; blocks for a moment. Raises PeerClosedError where that
             is none of the pipeline's failures.
         changed: called when waiting callers should look again.
-
-    Attributes:
-        link: as given.
-        stream: as given.
-        error: what went wrong, if anything did.
     """
 
     _DOING: ClassVar[str]
@@ -51,7 +46,7 @@ class LinkEnd(Completion[_T]):
         super().__init__(f"{self._DOING} {link}")
         self.link = link
         self.stream = stream
-        self.error: StagelinkError | None = None
+        self.error: StagelinkError | None = None  # what went wrong, if anything did
         self._on_host = type(stream) is HostStream
         self._fail = fail
         self._changed = changed
@@ -137,9 +132,7 @@ class LinkEnd(Completion[_T]):
     ) -> None:
         """Have a descriptor of the transport's watched, until `unwatch` or `close`.
 
-        Raises:
-            ClosedError: this end is being closed.
-            OSError: it is no descriptor that can be watched.
+        Raises `OSError` where it is none that can be, and as `check_open`.
         """
         with self._notes_lock:
             self.check_open()
@@ -157,11 +150,7 @@ class LinkEnd(Completion[_T]):
             unwatch()
 
     def check_open(self) -> None:
-        """Raise if this end is being closed, so that nothing may be waited for on it.
-
-        Raises:
-            ClosedError: it is.
-        """
+        """Raise `ClosedError` if this end is being closed: nothing may be waited for on it."""
         if self._stopped:
             raise ClosedError(f"{self.link} is being closed")
 

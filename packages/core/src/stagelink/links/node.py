@@ -44,12 +44,6 @@ class Node:
     Args:
         hosts_store: whether this process must outlast the others for it.
         on_ready: see `Wiring`.
-
-    Attributes:
-        plan, rank, rendezvous: as given.
-        transports: by name, once it has met its peers.
-        on_close: called, in order, when closing begins: nobody sends or asks for anything any
-            more. Each returns at once.
     """
 
     def __init__(
@@ -67,7 +61,9 @@ class Node:
         self.rendezvous = rendezvous
         self.hooks = plugins.hooks
         self._hosts_store = hosts_store
-        self.transports: Mapping[str, Transport] = {}
+        self.transports: Mapping[str, Transport] = {}  # by name, once it has met its peers
+        # called, in order, when closing begins: nobody sends or asks for anything any more; each
+        # returns at once
         self.on_close: list[Callable[[], None]] = []
         self._told: list[Link] = []
         self._neighbours = neighbours(plan)
@@ -87,11 +83,8 @@ class Node:
             if offer.state == "unusable" and self.plan.transports.get(name):
                 logger.warning("rank %d: no %r here: %s", self.rank, name, offer.reason)
         me = End(self.rank, self._server(), process_id(), found.offers)
-        greeting = {
-            "facts": _pack_facts(self.plan),
-            "digest": self.plan.digest,
-            "end": me.to_json(),
-        }
+        facts, digest = _pack_facts(self.plan), self.plan.digest
+        greeting = {"facts": facts, "digest": digest, "end": me.to_json()}
         meeting = Meeting(
             self.plane, self.rendezvous, greeting, self._judge, me.server, self.plan.control
         )
@@ -129,8 +122,7 @@ class Node:
     def close(self, deadline: Deadline) -> dict[Link, int]:
         """Deliver what was sent, say goodbye and give everything back, by the deadline.
 
-        Returns:
-            How many messages could not be delivered, of the links that have some.
+        Returns how many messages could not be delivered, of the links that have some.
         """
         self.plane.start_closing()
         with ExitStack() as steps:  # from the last to the first, also where one raises

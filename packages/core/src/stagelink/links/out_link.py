@@ -27,17 +27,7 @@ _MOST_ASKED = 100
 
 
 class SendJob:
-    """One message on its way out.
-
-    Attributes:
-        header: what it is.
-        payload: its bytes, flat uint8, or as bytes what travels inline; None once nobody needs
-            them, and for a message without.
-        private: whether the payload is in memory that nobody else knows.
-        announced: whether the peer has been told that it comes.
-        finished: whether the caller's memory is needed no more.
-        event: when the payload is there, on a device with streams; else None.
-    """
+    """One message on its way out."""
 
     __slots__ = ("announced", "event", "finished", "header", "payload", "private")
 
@@ -45,10 +35,12 @@ class SendJob:
         self, header: Header, payload: torch.Tensor | bytes | None, *, private: bool = False
     ) -> None:
         self.header = header
+        # flat uint8, or as bytes what travels inline; None once nobody needs it
         self.payload = payload
-        self.private = private
-        self.announced = False
-        self.finished = False
+        self.private = private  # whether the payload is in memory that nobody else knows
+        self.announced = False  # whether the peer has been told that it comes
+        self.finished = False  # whether the caller's memory is needed no more
+        # when the payload is there, on a device with streams
         self.event: StreamEvent | None = None
 
 
@@ -60,9 +52,6 @@ class OutLink(LinkEnd[SendJob]):
         stream: makes copies of payloads; what is done is queued there.
         changed: called when a job is finished.
         fail: see `LinkEnd`.
-
-    Attributes:
-        unfinished: how many messages are queued or in flight.
     """
 
     _DOING = "sending on"
@@ -92,13 +81,8 @@ class OutLink(LinkEnd[SendJob]):
     def submit(self, job: SendJob, *, copy: bool) -> None:
         """Begin a message now or as soon as there is room; waits for nobody.
 
-        Args:
-            job: the message.
-            copy: the caller may overwrite the payload as soon as this returns.
-
-        Raises:
-            StagelinkError: the transport failed in ``begin``; it is for the caller to fail the
-                handler.
+        With ``copy`` its caller may overwrite the payload as soon as this returns. It is for the
+        caller to fail the handler where this raises: the transport failed in ``begin``.
         """
         copied_later = not copy or self._capabilities.copies_on_begin
         if job.event is None and not (self._on_host and copied_later):

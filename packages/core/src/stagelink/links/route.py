@@ -23,17 +23,7 @@ RouteKey = tuple[int, Direction, int]
 
 
 class OutRoute:
-    """One direction of an edge towards one peer, at the sending rank.
-
-    Attributes:
-        edge, direction, peer, link, counters: what it is, and what carries it.
-        window: credit for messages; a way back needs none.
-        answers: of a way back, the route whose messages it answers; else None.
-        back: the route that answers this one; None where no gradient comes back.
-        has_contract: whether the plan declares dtype or shape.
-        dtypes: names of the only element types that the link carries; None: every one.
-        on_host: whether it carries host memory.
-    """
+    """One direction of an edge towards one peer, at the sending rank."""
 
     __slots__ = (
         "answers", "back", "counters", "direction", "dtypes", "edge", "has_contract", "link",
@@ -53,26 +43,18 @@ class OutRoute:
         self.peer = peer
         self.link = link
         self.counters = counters
-        self.window = Window()
+        self.window = Window()  # credit for messages; a way back needs none
         self.has_contract = edge.tensor.has_contract
         self.dtypes = link.dtypes
-        self.on_host = link.stream.device.type == "cpu"
-        self.back: InRoute | None = None
-        self.answers = answers
+        self.on_host = link.stream.device.type == "cpu"  # whether it carries host memory
+        self.back: InRoute | None = None  # answers this one; None where no gradient comes back
+        self.answers = answers  # of a way back, the route whose messages it answers
         if answers is not None:
             answers.back = self
 
 
 class InRoute:
-    """One direction of an edge from one peer, at the receiving rank.
-
-    Attributes:
-        edge, direction, peer, link, counters: what it is, and what carries it.
-        window: credit that the peer has here; on a way back it needs none.
-        answers: of a way back, the route whose messages it answers; else None.
-        back: the route that answers this one; None where no gradient is sent back.
-        has_contract: whether the plan declares dtype or shape.
-    """
+    """One direction of an edge from one peer, at the receiving rank."""
 
     __slots__ = (
         "answers", "back", "counters", "direction", "edge", "has_contract", "link", "peer",
@@ -92,9 +74,9 @@ class InRoute:
         self.peer = peer
         self.link = link
         self.counters = counters
-        self.window = PeerWindow(edge.name, peer)
+        self.window = PeerWindow(edge.name, peer)  # credit that it has; a way back needs none
         self.has_contract = edge.tensor.has_contract
-        self.back: OutRoute | None = None
-        self.answers = answers
+        self.back: OutRoute | None = None  # answers this one; None where no gradient is sent back
+        self.answers = answers  # of a way back, the route whose messages it answers
         if answers is not None:
             answers.back = self

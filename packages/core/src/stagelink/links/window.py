@@ -32,10 +32,7 @@ class Window:
         self._starting: set[tuple[int, int]] = set()
 
     def try_admit(self, session: int, microbatch: int) -> bool:
-        """Take credit if there is some, for a message that starts before the lock is released.
-
-        Parked messages go first.
-        """
+        """Take credit for a message that starts under this lock; parked messages go first."""
         if self._parked or len(self._outstanding) >= self.size:
             return False
         self._outstanding[session, microbatch] = None
@@ -100,10 +97,6 @@ class PeerWindow:
     A message holds credit from its header's arrival until this rank answers it, which is a shorter
     time than at its sender. So a sender that keeps to its window never has more here. All but
     `free` is used under the plane's lock.
-
-    Attributes:
-        free: called with session and microbatch of a message that is about to be answered, or
-            whose gradient is; from any thread.
     """
 
     def __init__(self, edge: str, peer: int) -> None:
@@ -112,6 +105,8 @@ class PeerWindow:
         self._size: int | None = None
         self._session = -1
         self._unanswered: set[tuple[int, int]] = set()
+        # called with session and microbatch of a message that is about to be answered, or whose
+        # gradient is; from any thread
         self.free: Callable[[tuple[int, int]], None] = self._unanswered.discard
 
     def enter(self, session: int, size: int) -> None:

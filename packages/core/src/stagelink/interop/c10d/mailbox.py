@@ -25,7 +25,7 @@ from stagelink.transport.header import NO_TRACE, Direction, Flag, Header, Messag
 from stagelink.transport.modes import outside_modes
 
 _WORD = 2**32
-_MESSAGE_BYTES = 1024
+_MESSAGE_BYTES = 1024  # of a message's header and entry
 
 
 class MatchingKey(NamedTuple):
@@ -70,10 +70,7 @@ class MatchingKey(NamedTuple):
 
 
 def cost_of(header: Header) -> int:
-    """Bytes that a message counts while nobody has asked for it: its payload, and 1 KiB.
-
-    A message without payload takes memory too, for its header and its entry.
-    """
+    """Bytes that a message counts while nobody has asked for it: its payload, and an entry's."""
     return header.payload_bytes + _MESSAGE_BYTES
 
 
@@ -93,10 +90,8 @@ class Claim(Protocol):
 class Mailbox:
     """Messages that were received, and receives that are posted.
 
-    Args:
-        plane: the rank's control plane.
-        link_from: gives the link that a peer's messages come by, which is opened by asking.
-        eager_bytes: what each peer may send of messages that nobody has asked for; see `cost_of`.
+    Each peer may send ``eager_bytes`` of messages that nobody has asked for; see `cost_of`.
+    ``link_from`` gives the link that a peer's messages come by, which is opened by asking.
     """
 
     def __init__(self, plane: Plane, link_from: Callable[[int], InLink], eager_bytes: int) -> None:
@@ -269,9 +264,8 @@ class Mailbox:
     def put(self, key: MatchingKey, arrival: Arrival) -> SendJob | None:
         """Take a message of this rank to itself, with the sender's memory as its payload.
 
-        Returns:
-            None where that memory is the sender's again; else, where no more may wait here, a job
-            that is finished when the message has been asked for.
+        Returns None where that memory is the sender's again; else, where no more may wait here, a
+        job that is finished when the message has been asked for.
         """
         payload, job = arrival.payload, None
         room_bytes = self._eager_bytes - self._unasked_bytes[key.peer]

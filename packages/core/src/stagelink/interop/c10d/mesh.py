@@ -140,16 +140,8 @@ class Mesh:
     def send(self, key: MatchingKey, header: Header, raw: bytes | torch.Tensor) -> SendJob | None:
         """Send a message now, or when its receiver has room or asks for it; returns at once.
 
-        Args:
-            key: of the message.
-            header: of the message.
-            raw: the payload; the sender's memory, until the job is finished.
-
-        Returns:
-            The job, or None where it is finished.
-
-        Raises:
-            StagelinkError: the transport failed.
+        Its payload is the sender's memory, until the job is finished, which it returns unless it
+        is already. Raises where the transport fails.
         """
         if key.peer == self.rank:
             arrival = Arrival(header, self.rank)

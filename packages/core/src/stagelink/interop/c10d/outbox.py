@@ -22,11 +22,9 @@ from stagelink.transport.header import Header, MessageKind
 
 
 class Outbox:
-    """Messages of one rank to others.
+    """Messages of one rank to others, guarded by its plane's lock.
 
-    Args:
-        plane: the rank's control plane, whose lock guards what is here.
-        link_to: gives the link to a peer, which is opened by asking.
+    ``link_to`` gives the link to a peer, which is opened by asking.
     """
 
     def __init__(self, plane: Plane, link_to: Callable[[int], OutLink]) -> None:

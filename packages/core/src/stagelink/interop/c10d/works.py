@@ -180,10 +180,7 @@ class _MessageWork(dist.Work):
 
 
 class SendWork(_MessageWork):
-    """A message to a peer; over when the tensor is the caller's again.
-
-    One that is gone already has no job.
-    """
+    """A message to a peer; over when the tensor is the caller's again, at once without a job."""
 
     _SPAN, _DOES = "stagelink:send", "send to"
 
@@ -218,10 +215,7 @@ class SendWork(_MessageWork):
 
 
 class RecvWork(_MessageWork):
-    """A message from a peer; over when it is in the caller's tensor.
-
-    One of this rank's own comes by no link.
-    """
+    """A message from a peer; over when it is in the caller's tensor. This rank's has no link."""
 
     _SPAN, _DOES = "stagelink:recv", "receive from"
 
