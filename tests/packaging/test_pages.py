@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    page
-    for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "examples/*/*.md", "benchmarks/*.md")
-    for page in sorted(ROOT.glob(pattern))
-]
+ROOMS = ("*.md", "docs/**/*.md", "packages/*/*.md", "examples/*/*.md", "benchmarks/*.md")
+PAGES = [page for pattern in ROOMS for page in sorted(ROOT.glob(pattern))]
 WIDTH = 100
 SHORT = 64
 """A line that the next word would not make longer than this ends too early."""

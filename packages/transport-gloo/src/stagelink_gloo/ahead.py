@@ -53,7 +53,7 @@ STALE = 64
 
 
 class Ask(enum.IntEnum):
-    """What a message's note says of the posted receive that it names."""
+    """Requests of a message's note, for the posted receive that it names."""
 
     NOTHING = 0
     """It names none."""
@@ -69,7 +69,7 @@ class Ask(enum.IntEnum):
 
 
 class Choice(NamedTuple):
-    """How one message goes.
+    """Path that one message takes.
 
     Attributes:
         ask: what the receiver is told.
@@ -88,7 +88,7 @@ class Choice(NamedTuple):
 
 
 def parse(note: bytes) -> tuple[Ask, int]:
-    """What a note says, and the number of the posted receive that it names."""
+    """Read a note: its request, and the number of the posted receive that it names."""
     if not note:
         return Ask.NOTHING, 0
     ask, number = note
@@ -101,7 +101,7 @@ def tag(number: int) -> int:
 
 
 class Places:
-    """What a sender knows of the receives that are posted for it. Thread-safe.
+    """Receives that are posted for a sender, as it knows them. Thread-safe.
 
     Args:
         most: called for how many there may be.
