@@ -90,10 +90,8 @@ class Failure:
     def check(self) -> None:
         """Raise if the handler can no longer be used.
 
-        Raises:
-            ForkedError: this process was forked from the one that connected.
-            StagelinkError: the failure, as a fresh exception with the same cause.
-            ClosedError: it was closed.
+        `ForkedError` in a process forked from the one that connected, the failure, as a fresh
+        exception with the same cause, or `ClosedError`.
         """
         if self.state is _OPEN and self.error is None:
             return

@@ -82,9 +82,8 @@ class Meeting:
     def meet(self, peers: Iterable[int], deadline: Deadline) -> None:
         """Connect to every peer; afterwards `greetings` has what each said.
 
-        Raises:
-            ConnectError: some peers did not come by the deadline; they are named.
-            DisagreementError: a peer has another version, or was refused by ``judge``.
+        Raises `ConnectError` where some peers do not come by the deadline, named, and
+        `DisagreementError` where one has another version, or is refused by ``judge``.
         """
         self._expected = frozenset(peers)
         if self._control.interface is not None:  # said at once, also where nobody is far
@@ -109,9 +108,8 @@ class Meeting:
                 self._dial(socket.AF_UNIX, peer, f"\0{addresses[peer]['address']}", deadline)
         above = [peer for peer in sorted(far) if peer > self._plane.rank]
         for peer, address in self._rendezvous.read("tcp", above, deadline).items():
-            self._dial(
-                family_of(address["host"]), peer, (address["host"], address["port"]), deadline
-            )
+            host, port = address["host"], address["port"]
+            self._dial(family_of(host), peer, (host, port), deadline)
         self._wait_greeted(deadline)
         self._plane.door.close()
 
@@ -152,11 +150,8 @@ class Meeting:
         port = listener.getsockname()[1]
         logger.info(
             "rank %d: listens for ranks of other servers at %s, port %d (%s)",
-            self._plane.rank,
-            address.text,
-            port,
-            address.reason,
-        )
+            self._plane.rank, address.text, port, address.reason,
+        )  # fmt: skip
         self._plane.door.open(listener)
         self._rendezvous.publish("tcp", {"host": address.text, "port": port})
 
@@ -234,11 +229,8 @@ def wait_for_ranks(
 ) -> None:
     """Block until no rank is absent any more, while connecting; leave word of who is waited for.
 
-    Each is to send what ``step`` says; ``absent`` is called with the plane's lock held.
-
-    Raises:
-        ConnectError: the deadline passed; it names those who keep the others waiting.
-        StagelinkError: as `Plane.wait`.
+    Each is to send what ``step`` says; ``absent`` is called with the plane's lock held. Raises as
+    `Plane.wait`, and `ConnectError`, which names those who keep the others waiting.
     """
     look_s = min(_TELL_S, deadline.seconds / 4)
     told: list[int] = []
@@ -254,9 +246,8 @@ def wait_for_ranks(
         if late != told:
             rendezvous.tell_wait(step, late)
             told = late
-        rendezvous.find_failure(
-            plane.failure.fail_as_told
-        )  # of a rank that no connection reaches yet
+        # of a rank that no connection reaches yet
+        rendezvous.find_failure(plane.failure.fail_as_told)
 
 
 # -- addresses at which a rank listens for others
@@ -265,14 +256,10 @@ def wait_for_ranks(
 def own_address_by(control: Control, host: str | None, *, elsewhere: bool) -> Address:
     """The address at which this rank listens for ranks of other servers.
 
-    Args:
-        control: the interface, where the plan names one.
-        host: of the job's store, see `stagelink.control.store.store_host`.
-        elsewhere: whether some of them are on other hosts; else they are reached at loopback.
-
-    Raises:
-        ConnectError: the interface cannot be used, or its address cannot be reached from another
-            host; or none is named, and nothing tells which address is to be used.
+    ``host`` is the job's store's, see `stagelink.control.store.store_host`. Unless some of those
+    ranks are ``elsewhere``, on other hosts, they are reached at loopback. `ConnectError` where the
+    plan's interface cannot be used, or its address cannot be reached from another host; or none is
+    named, and nothing tells which address is to be used.
     """
     if control.interface is not None:
         address = address_of(control.interface, _KEY)

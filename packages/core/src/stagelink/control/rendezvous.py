@@ -38,10 +38,6 @@ class Rendezvous:
         run: run id and plan name.
         restarts: see `stagelink.control.launch.Launch`.
         patience_s: for calls that nobody gave a deadline.
-
-    Attributes:
-        generation: its name, the same on every rank, and the job's secret; empty before `claim`.
-        store_host: host of the store, as this rank calls it; None where the store has none.
     """
 
     def __init__(
@@ -54,8 +50,9 @@ class Rendezvous:
         restarts: bool = False,
         patience_s: float = 120.0,
     ) -> None:
+        # its name, the same on every rank, and the job's secret; empty before `claim`
         self.generation = ""
-        self.store_host = client.host
+        self.store_host = client.host  # as this rank calls it; None where the store has none
         self._keys = Keys(client, f"stagelink/{run}")
         self._rank = rank
         self._world_size = world_size
@@ -73,9 +70,8 @@ class Rendezvous:
     def enter(self, deadline: Deadline) -> None:
         """Take this rank's place, and wait until every rank has taken its own.
 
-        Raises:
-            RankTakenError: another process has this rank.
-            ConnectError: some ranks did not come by the deadline, named; or another rank gave up.
+        Raises `RankTakenError` where another process has this rank, and `ConnectError` where some
+        ranks do not come by the deadline, named, or another rank gives up.
         """
         self.claim(deadline)
         self.gather(deadline)
@@ -162,8 +158,7 @@ class Rendezvous:
     def read(self, kind: str, ranks: list[int], deadline: Deadline) -> dict[int, dict[str, Any]]:
         """Read what ranks published; waits for them, in steps that a signal can interrupt.
 
-        Raises:
-            ConnectError: some have not by the deadline (named), or a rank has failed meanwhile.
+        `ConnectError` where some have not by the deadline (named), or a rank fails meanwhile.
         """
         names, step = self._each(kind, ranks), f"address ({kind})"
         absent: list[int] = []
@@ -201,10 +196,7 @@ class Rendezvous:
         return {rank: json.loads(text) for rank, text in found.items()}
 
     def pair_store(self, name: str) -> Store:
-        """A store client of its own under a prefix for one pair of ranks.
-
-        It is given up with this rank's place, see `cut`.
-        """
+        """A store client of its own, for a pair of ranks; given up with this place, see `cut`."""
         prefix = f"{self._keys.prefix}/{self._key(f'pair/{name}')}"
         return self._keys.client.lend(prefix, Deadline(self._patience_s))
 

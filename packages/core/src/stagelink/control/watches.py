@@ -54,18 +54,13 @@ class Bell:
 
 
 class Waker:
-    """Socket that can be read when somebody has called `wake`.
-
-    Attributes:
-        sock: for an epoll.
-        woken: whether a wake-up is pending that has not been heard; no other is needed.
-    """
+    """Socket, for an epoll, that can be read when somebody has called `wake`."""
 
     def __init__(self) -> None:
         self.sock, self._out = socket.socketpair()
         self.sock.setblocking(False)
         self._out.setblocking(False)
-        self.woken = False
+        self.woken = False  # whether a wake-up has not been heard yet; no other is needed
 
     def wake(self) -> None:
         """Make the socket readable; from any thread."""
@@ -106,13 +101,10 @@ class Watch:
 
 
 class Watches:
-    """Descriptors that are watched, and for whom: registered with an epoll, and in ``ready``.
-
-    Attributes:
-        due: actions to be called in the next turn, each with its descriptor.
-    """
+    """Descriptors that are watched, and for whom: registered with an epoll, and in ``ready``."""
 
     def __init__(self, epoll: select.epoll, ready: dict[int, Callable[[int], None]]) -> None:
+        # actions to be called in the next turn, each with its descriptor
         self.due: dict[tuple[int, Action], None] = {}
         self._epoll = epoll
         self._ready = ready

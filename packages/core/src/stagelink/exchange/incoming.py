@@ -33,15 +33,9 @@ class Received(Arrival):
 class Incoming:
     """Receiving side of this rank.
 
-    Args:
-        node: this rank.
-        sessions: who can still send something, and which microbatches there are.
-        outgoing: whose credit a gradient gives back, and that gives credit to peers.
-        observe: called with each event; None where nobody observes.
-
-    Attributes:
-        inbox: what nobody has asked for yet. A message that takes it beyond the plan's
-            ``limits.receive_bytes`` is an error.
+    Of the ``sessions`` it learns who can still send something, and which microbatches there are;
+    a gradient gives back credit of ``outgoing``, which gives credit to peers, too. Waits and takes
+    raise where the handler has failed or was closed.
     """
 
     def __init__(
@@ -55,6 +49,7 @@ class Incoming:
         self._most_bytes = node.plan.limits.receive_bytes
         self._completed = self._on_complete  # bound once, not for each message
         self._unanswered: list[Received] = []
+        # what nobody has asked for yet; beyond the plan's ``limits.receive_bytes`` it is an error
         self.inbox: Inbox[Received] = Inbox()
         for kind in (MessageKind.DATA, MessageKind.GRAD, MessageKind.NONE, MessageKind.REFUSED):
             self._plane.handle(kind, self._on_message)
@@ -62,9 +57,7 @@ class Incoming:
     def drop(self, unread: Sequence[Received], owed: Sequence[Received] = ()) -> None:
         """Answer messages that nobody will ask for, each now or when it is whole.
 
-        Args:
-            unread: were taken out of the inbox.
-            owed: were received, and their gradients will not be sent.
+        The ``unread`` were taken out of the inbox; of those ``owed`` no gradient will be sent.
         """
         if not unread and not owed:
             return
@@ -123,11 +116,7 @@ class Incoming:
         self._answer_all(unanswered)
 
     def _check_room(self, route: InRoute, arrival: Arrival, most_bytes: int) -> None:
-        """Hold what has come against the plan's bound, as a plan without shapes bounds nothing.
-
-        Raises:
-            MessageError: it is more.
-        """
+        """Hold what has come against the plan's bound, as a plan without shapes bounds nothing."""
         held, size = self.inbox.held_bytes, arrival.header.payload_bytes
         if held + size > most_bytes:
             raise MessageError(
@@ -190,11 +179,8 @@ class Incoming:
     def take_nowait(self, route: InRoute, key: Key) -> Received | None:
         """Take a message that is here with its payload; None where it is not.
 
-        Its credit is given back, unless it is a tensor that takes a gradient.
-
-        Raises:
-            RefusedError: the peer could not send it.
-            StagelinkError: the handler failed or was closed.
+        Its credit is given back, unless it is a tensor that takes a gradient. `RefusedError` where
+        the peer could not send it.
         """
         plane = self._plane
         try:
@@ -212,11 +198,9 @@ class Incoming:
         return arrival
 
     def take(self, route: InRoute, key: Key, deadline: Deadline) -> Received:
-        """Wait for one message and take it; as `take_nowait`.
+        """Wait for one message and take it, as `take_nowait`.
 
-        Raises:
-            DeadlineError: it did not come.
-            PeerClosedError: it can no longer come.
+        `DeadlineError` where it does not come, `PeerClosedError` where it no longer can.
         """
         try:
             began = arrived = time.monotonic()
@@ -287,9 +271,7 @@ class Incoming:
     def wait_announced(self, route: InRoute, key: Key, or_else: Callable[[], bool]) -> None:
         """Wait until a message's header is here, or something else is true; for however long.
 
-        Raises:
-            PeerClosedError: it can no longer come, and nothing else is true.
-            StagelinkError: the handler failed or was closed.
+        `PeerClosedError` where it can no longer come, and nothing else is true.
         """
         awaited = Awaited(route.peer, lambda: f"{route.edge.name!r}, {key}, or the end")
         self._plane.wait(

@@ -310,11 +310,9 @@ class Outgoing:
     # -- both
 
     def wait_sent(self, sent: Sequence[tuple[OutRoute, SendJob]], deadline: Deadline) -> None:
-        """Block until the memory of what was sent is the caller's again.
+        """Block until the memory of what was sent is the caller's again, or `DeadlineError`.
 
-        Raises:
-            DeadlineError: it took longer.
-            PeerClosedError: a receiver has gone before it got what was sent to it.
+        `PeerClosedError` where a receiver has gone before it got what was sent to it.
         """
 
         def finished(route: OutRoute, job: SendJob) -> bool:

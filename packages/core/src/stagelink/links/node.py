@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
@@ -14,6 +16,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from stagelink.control.framing import encode
 from stagelink.control.meeting import Meeting
 from stagelink.control.plane import Plane
 from stagelink.control.rendezvous import Rendezvous
@@ -22,7 +25,6 @@ from stagelink.errors import AbortedError, DisagreementError, StagelinkError
 from stagelink.links.agreement import Agreement
 from stagelink.links.calls import give_back
 from stagelink.links.topology import neighbours
-from stagelink.links.watch import AbortWatch
 from stagelink.links.wiring import Wiring
 from stagelink.plan import Plan, differences
 from stagelink.plugins.choice import asker
@@ -36,6 +38,7 @@ from stagelink.transport.interrupts import stops_caller
 logger = logging.getLogger("stagelink")
 _MAX_FACTS_BYTES = 64 * 1024 * 1024
 _ABORT_KEY_S = 1.0
+_EVERY_S = 1.0
 
 
 class Node:
@@ -69,7 +72,7 @@ class Node:
         self._neighbours = neighbours(plan)
         self.plane = Plane(rank)
         self.plane.reader.spin_s = plan.control.spin_us * 1e-6
-        self._watch = AbortWatch(self.plane, rendezvous)
+        self._watch = _AbortWatch(self.plane, rendezvous)
         self._agreement = Agreement(plan, self.plane, rendezvous)
         pool = BufferPool(plan.limits.pool_bytes)
         self.wiring = Wiring(plan, rank, self.plane, pool, rendezvous, on_ready)
@@ -173,6 +176,41 @@ class Node:
             if stops_caller(error):
                 raise
             return {}  # it failed meanwhile, which `close` reports if nobody has
+
+
+class _AbortWatch:
+    """The abort key in the store: writes this rank's failure there, and finds those of others.
+
+    Neither the reading thread nor a caller waits for the store: it may have gone without a word.
+    """
+
+    def __init__(self, plane: Plane, rendezvous: Rendezvous) -> None:
+        self._plane = plane
+        self._rendezvous = rendezvous
+        self._looking: threading.Event | None = None
+        self._telling: threading.Event | None = None
+        self._last_look = 0.0
+        plane.failure.on_failure(self._on_failure)
+        plane.reader.on_long_wait = self.look
+
+    def look(self) -> None:
+        """Have the abort key looked at, at most once a second; returns at once."""
+        now = time.monotonic()
+        if now - self._last_look < _EVERY_S:
+            return
+        if self._looking is None or self._looking.is_set():
+            self._last_look = now
+            self._looking = self._rendezvous.find_failure(self._plane.failure.fail_as_told)
+
+    def _on_failure(self, cause: StagelinkError) -> None:
+        del cause
+        self._rendezvous.cut()
+        self._telling = self._rendezvous.tell_failure(encode(self._plane.failure.cause).decode())
+
+    def finish(self, deadline: Deadline) -> None:
+        """Wait until a failure of this rank is in the store, or the deadline."""
+        if self._telling is not None:
+            self._telling.wait(deadline.remaining_s)
 
 
 def _pack_facts(plan: Plan) -> str:

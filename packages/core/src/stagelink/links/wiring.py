@@ -85,11 +85,7 @@ class Wiring:
     # -- building and opening
 
     def enter(self, windows: Sequence[int]) -> None:
-        """A session begins.
-
-        Args:
-            windows: per edge, the most messages that may be in flight between two ranks.
-        """
+        """A session begins; per edge, the most messages in flight between two ranks."""
         found: Counter[Link] = Counter()
         routes: tuple[OutRoute | InRoute, ...] = (*self.out.values(), *self.into.values())
         for route in routes:
@@ -118,11 +114,8 @@ class Wiring:
         """Open both directions of every link; the pairs of ranks do so side by side.
 
         Returns when the peers have opened theirs, too: a rank that fails or closes at once must
-        not tear down what a peer is still opening.
-
-        Raises:
-            TransportError: a transport could not open its end.
-            ConnectError: the deadline passed.
+        not tear down what a peer is still opening. Raises where a transport cannot open its end
+        (`TransportError`), or the deadline passes (`ConnectError`).
         """
         for peer in self._numbered:
             self.open_pair(peer, transports, deadline)
@@ -291,10 +284,8 @@ class Wiring:
         """Wait until all that was sent is through, here and at the peers, or these are gone.
 
         Each peer is told goodbye when nothing is left for it; and what it has queued for this
-        rank is received until it says so, too.
-
-        Returns:
-            How many messages could not be delivered, of the links that have some.
+        rank is received until it says so, too. Returns how many messages could not be delivered,
+        of the links that have some.
         """
         self.plane.wait(self._drained, deadline, closing=True)
         lost = Counter(

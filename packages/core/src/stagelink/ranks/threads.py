@@ -21,18 +21,14 @@ class RankThread(threading.Thread, Generic[T]):
     """One rank's function on a thread, named after it, that begins at once and keeps its outcome.
 
     A daemon, so that one which hangs in the user's code cannot hold up the process's end.
-
-    Attributes:
-        value: what the function returned, when the thread has ended without an error.
-        error: what it raised.
     """
 
-    value: T
+    value: T  # what the function returned, when the thread has ended without an error
 
     def __init__(self, rank: int, call: Callable[[int], T]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.rank = rank
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # what it raised
         self._call = call
         self.start()
 

@@ -54,8 +54,8 @@ class Worker:
         )
         self.process.start()
         theirs.close()
-        # By looking, since multiprocessing has some that it does not tell of.
-        # the file descriptors that it costs the starting process
+        # the file descriptors that it costs the starting process; by looking, since
+        # multiprocessing has some that it does not tell of
         self.descriptors = open_descriptors().keys() - before.keys()
 
     @property

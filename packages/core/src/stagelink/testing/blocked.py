@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
@@ -28,12 +29,8 @@ _STOP_S = 2.0
 class Call:
     """One call with a time limit: a context manager around it, in the frame that makes it.
 
-    Args:
-        calls: those in progress.
-        name: what is called, for the text.
-        limit_s: seconds that it has, beside the patience.
-        port: fails the handler while the call blocks; None: that is only noted.
-        silent: whether what it raises is noted, and goes no further.
+    It has ``limit_s``, beside the patience. While it blocks the ``port``, if there is one, fails
+    the handler. Of a ``silent`` one, what it raises is noted and goes no further.
     """
 
     def __init__(
@@ -171,11 +168,7 @@ class Calls:
 
 
 def _outside(frame: FrameType) -> list[FrameType]:
-    found = []
-    while frame.f_back is not None:
-        frame = frame.f_back
-        found.append(frame)
-    return found
+    return [one for one, _ in traceback.walk_stack(frame)][1:]
 
 
 def _place(frame: FrameType) -> str:

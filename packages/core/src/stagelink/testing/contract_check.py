@@ -35,7 +35,6 @@ PATIENCE_S = 4.0
 """Seconds that a call may take which has to return at once or by a deadline: tests run on machines
 with other things to do."""
 
-
 _LOOK_S = 0.1
 _BUSY_TURNS = 20
 """Turns in that time which nobody needs who has nothing to do."""
@@ -55,8 +54,7 @@ class ContractCheck:
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self.patience_s = patience_s
         self.broken: list[str] = []  # a text for each rule that was broken
-        # a text for each end that was left with a message which it does not go on with
-        self.unfinished: list[str] = []
+        self.unfinished: list[str] = []  # and for each end that does not go on with a message
         self.turns = 0  # how often an action was called, which ``turn`` describes
         self.turn = ""
         leads = {
@@ -78,9 +76,7 @@ class ContractCheck:
     def verify(self) -> None:
         """Check that no rule was broken, and look at calls no more.
 
-        Raises:
-            AssertionError: with all that were; `UnfinishedError` if it is only that something
-                was not done.
+        Raises all that were; `UnfinishedError` if it is only that something was not done.
         """
         self._calls.stop()
         found = dict.fromkeys([*self.broken, *self.unfinished])
@@ -89,11 +85,7 @@ class ContractCheck:
             raise kind("against the contract: " + "; ".join(found))
 
     def verify_idle(self) -> None:
-        """Check, when all messages are through, that no action is called on and on.
-
-        Raises:
-            AssertionError: one is.
-        """
+        """Check, when all messages are through, that no action is called on and on."""
         until = Deadline(self.patience_s)
         while True:
             before = self.turns

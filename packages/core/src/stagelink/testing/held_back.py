@@ -63,8 +63,7 @@ class _Held:
 
     def __init__(self) -> None:
         self.released = False  # whether they are told now
-        # moment of the monotonic clock until which their actions are not called
-        self.until_s = 0.0
+        self.until_s = 0.0  # monotonic moment until which their actions are not called
         self._senders: list[_Sender] = []
 
     def wrap(self, transport: type[Transport]) -> type[Transport]:

@@ -63,9 +63,7 @@ class WrappedReceiver(WrappedEnd[Receiver], Receiver):
 class WrappedDone:
     """Core's `Done`; for a wrapper that delays or judges completion to give to the end inside.
 
-    Args:
-        done: core's.
-        instead: called in its place when the message is done, with the payload.
+    When the message is done, ``instead`` is called with the payload, in place of core's.
     """
 
     def __init__(

@@ -45,17 +45,7 @@ _all: dict[int, weakref.ref[SlotReturns]] = {}
 
 
 class Slot(Generic[_M]):
-    """One slot.
-
-    Args:
-        number: what the two ends call it; used again when the slot is given up.
-        capacity_bytes: the most it holds.
-        memory: what it is made of.
-
-    Attributes:
-        kept: whether the receiver may hold on to it for as long as it likes.
-        size_bytes: of the message that it was last taken for, if no smaller slot holds that.
-    """
+    """One slot, by the number that the two ends call it; used again when the slot is given up."""
 
     __slots__ = ("capacity_bytes", "kept", "memory", "number", "size_bytes")
 
@@ -63,8 +53,8 @@ class Slot(Generic[_M]):
         self.number = number
         self.capacity_bytes = capacity_bytes
         self.memory = memory
-        self.kept = False
-        self.size_bytes = 0
+        self.kept = False  # whether the receiver may hold on to it for as long as it likes
+        self.size_bytes = 0  # of the message it was last taken for, if no smaller slot holds that
 
 
 class SlotRing(Generic[_M]):
@@ -75,18 +65,13 @@ class SlotRing(Generic[_M]):
         most: limit of slots; raised to 4 where it is less, and lowered to 1024 where it is more.
         bound_bytes: how much memory all of them may take.
         granule_bytes: a power of two.
-
-    Attributes:
-        most: limit of slots, as it is now.
-        largest_bytes: the most that a slot holds.
-        out: slots that are out, by number.
-        gone: numbers of those given up, of which the receiver has not been told; see `given_up`.
     """
 
     def __init__(
         self, make: Callable[[int], _M], *, most: int, bound_bytes: int, granule_bytes: int = 4096
     ) -> None:
-        self.most = min(max(most, 2 * _RESERVE), _MOST)
+        self.most = min(max(most, 2 * _RESERVE), _MOST)  # limit of slots, as it is now
+        # the most that a slot holds
         self.largest_bytes = bound_bytes // _LARGEST_SHARE // granule_bytes * granule_bytes
         self._make = make
         self._bound_bytes = bound_bytes
@@ -95,9 +80,9 @@ class SlotRing(Generic[_M]):
         self._kept_bytes = 0
         self._kept = 0
         self._free: list[Slot[_M]] = []  # what was returned last is at the end
-        self.out: dict[int, Slot[_M]] = {}
+        self.out: dict[int, Slot[_M]] = {}  # by number
         self._numbers: list[int] = []
-        self.gone: list[int] = []
+        self.gone: list[int] = []  # given up, and the receiver is not told; see `given_up`
 
     def take(self, size_bytes: int) -> Slot[_M] | None:
         """Take a slot for a message of up to ``largest_bytes``; None until one is returned.
@@ -158,15 +143,7 @@ class SlotRing(Generic[_M]):
         return slot.kept
 
     def give_back(self, number: int, *, usable: bool = True) -> None:
-        """Free a slot that the receiver has returned.
-
-        Args:
-            number: the slot's.
-            usable: whether it may be used again.
-
-        Raises:
-            ValueError: it was not out.
-        """
+        """Free a slot that the receiver has returned; `ValueError` where it was not out."""
         slot = self.out.pop(number, None)
         if slot is None:
             raise ValueError(f"slot {number} was returned and was not out")
@@ -268,16 +245,10 @@ class SlotReturns:
 
     A sender that has no slot asks, and has an answer, a note that is empty, as soon as it may find
     one on the board.
-
-    Args:
-        port: the link's.
-
-    Attributes:
-        board: None until it has come from the sender.
     """
 
     def __init__(self, port: Port) -> None:
-        self.board: SlotBoard | None = None
+        self.board: SlotBoard | None = None  # until it has come from the sender
         self._port: Port | None = port
         self._process = os.getpid()
         self._lent: set[int] = set()
@@ -289,8 +260,7 @@ class SlotReturns:
     def lend(self, number: int, memory: torch.Tensor, size_bytes: int) -> torch.Tensor:
         """Lend a slot's message as a tensor; the slot is returned when its last view has died.
 
-        Raises:
-            ValueError: the slot is on loan already.
+        `ValueError` where the slot is on loan already.
         """
         if number in self._lent:
             raise ValueError(f"slot {number} came again before it was returned")
@@ -330,11 +300,7 @@ class SlotReturns:
 
 
 def returned_slots(note: bytes) -> Iterator[tuple[int, bool]]:
-    """Decode a note that returns slots: each one's number, and whether it is usable.
-
-    Raises:
-        ValueError: it is no such note.
-    """
+    """Decode a note that returns slots, to numbers and whether each is usable; or `ValueError`."""
     if len(note) % _WORD.size:
         raise ValueError(f"a note of {len(note)} bytes")
     for (word,) in _WORD.iter_unpack(note):
