@@ -81,11 +81,8 @@ class _Load(NamedTuple):
 def assume(plan: Plan, result: Verification) -> Assumed:
     """Choose the links' transports as they would choose them.
 
-    Imports the transports and observers that the plan asks for.
-
-    Raises:
-        PlanError: the options of a transport are wrong.
-        PluginError: an observer that the plan lists cannot be used.
+    Imports the transports and observers that the plan asks for. `PlanError` where the options of a
+    transport are wrong, `PluginError` where an observer cannot be used.
     """
     here = _look(plan)
     tensors = defaultdict[tuple[int, int, int, Choice | str], list[str]](list)

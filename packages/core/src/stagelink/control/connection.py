@@ -116,10 +116,7 @@ class Connection:
         """Send one frame, now or as soon as the socket takes it; returns at once.
 
         To a peer that is gone nothing is sent and nothing is raised: only the reading side decides
-        that a peer is dead.
-
-        Raises:
-            ProtocolError: descriptors over a connection that cannot carry them, or too many.
+        that a peer is dead. `ProtocolError` for descriptors that it cannot carry, or too many.
         """
         if fds:
             self._check_fds(len(fds))

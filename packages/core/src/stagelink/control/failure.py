@@ -195,10 +195,8 @@ class Failure:
 
         A transport often notices first that a peer is gone, but only the end of the peer's
         connection says that it died, or that it had said goodbye. On the reading thread it
-        returns at once, and another waits, so that reading goes on meanwhile.
-
-        Raises:
-            PeerClosedError: the peer has gone, after a goodbye: that is no failure.
+        returns at once, and another waits, so that reading goes on meanwhile. `PeerClosedError`
+        where the peer has gone, after a goodbye: that is no failure.
         """
         if self._reader.reads_here:
             self._blame_elsewhere(error, peer)

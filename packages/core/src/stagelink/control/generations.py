@@ -146,9 +146,7 @@ class Generations:
     def enter(self, deadline: Deadline) -> str:
         """Take this rank's place; rank 0 at once, the others when it has. The generation's name.
 
-        Raises:
-            RankTakenError: another process has this rank.
-            ConnectError: rank 0 did not come by the deadline.
+        `RankTakenError` where another process has it, `ConnectError` where rank 0 does not come.
         """
         if self._rank == LEADER:
             return self._lead(deadline)

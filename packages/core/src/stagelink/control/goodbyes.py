@@ -45,8 +45,7 @@ class Goodbyes:
     def check_here(self, peer: int, awaited: str) -> bool:
         """False while the peer is here; for use in a ``ready``.
 
-        Raises:
-            PeerClosedError: the peer said goodbye, so what is awaited from it can never come.
+        `PeerClosedError` where it said goodbye, so what is awaited from it can never come.
         """
         if peer in self.gone:
             raise PeerClosedError(

@@ -42,9 +42,8 @@ def open_store(
 ) -> StoreClient:
     """A client of the store at an address, where rank 0 hosts a ``tcp`` one; or of an open store.
 
-    Raises:
-        ConnectError: the port is in use (rank 0), nobody answers there, the host's name is not
-            known, or the file cannot be used; the text says how the address was given.
+    `ConnectError` where the port is in use (rank 0), nobody answers there, the host's name is not
+    known, or the file cannot be used; the text says how the address was given.
     """
     if not isinstance(where, StoreAddress):
         return StoreClient.of(where, deadline)

@@ -118,10 +118,8 @@ class Plane:
         """Block until ``ready()``, asked with `lock` held, is true; False when time ran out.
 
         Other ranks that ask are told of ``awaited``, see `Chain`. While the handler is being
-        closed the wait goes on only with ``closing``.
-
-        Raises:
-            StagelinkError: as `check`, at once when it happens during the wait.
+        closed the wait goes on only with ``closing``. Raises as `check`, at once when it happens
+        during the wait.
         """
         check = self.failure.check_failure if closing else self.check
         if self.reader.ending:

@@ -57,12 +57,7 @@ class Engine:
         self.node.tell_opened()
 
     def leave(self, error: BaseException | None, why: str = "its process ended") -> None:
-        """Close what nobody has closed; its peers hear so, and with what error where one ended it.
-
-        Args:
-            error: that ended it, or None.
-            why: it is left, for the peers and for the log.
-        """
+        """Close what nobody has closed; peers hear why, and with what error if one ended it."""
         if self.plane.failure.forked:
             return
         with self._leaving:  # the end of the process waits for one that has begun

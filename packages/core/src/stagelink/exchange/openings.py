@@ -40,17 +40,13 @@ class Opening(NamedTuple):
 
 
 class _Said:
-    """Terms of one rank's sessions: each time they change, and up to which session they hold.
-
-    Attributes:
-        last: the last session that the rank has opened, as far as is known.
-        changed: the last one of which it has said the terms.
-    """
+    """Terms of one rank's sessions: each time they change, and up to which session they hold."""
 
     __slots__ = ("_terms", "changed", "last")
 
     def __init__(self) -> None:
-        self.last = self.changed = -1
+        self.last = -1  # the last session that the rank has opened, as far as is known
+        self.changed = -1  # the last one of which it has said the terms
         self._terms: dict[int, Opening] = {}
 
     def say(self, number: int, terms: Opening) -> None:

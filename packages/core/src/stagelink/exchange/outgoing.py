@@ -77,14 +77,8 @@ class Outgoing:
     ) -> bool:
         """Send one message if there is credit for it, else do nothing; never waits for a peer.
 
-        With ``copy`` the caller may overwrite the payload as soon as this returns.
-
-        Returns:
-            Whether there was.
-
-        Raises:
-            PeerClosedError: the peer has left the session or closed.
-            StagelinkError: the handler failed or was closed, or an observer failed.
+        With ``copy`` the caller may overwrite the payload as soon as this returns. Raises
+        `PeerClosedError` where the peer has left the session or closed, and what an observer does.
         """
         plane, window = self._plane, route.window
         try:

@@ -45,11 +45,7 @@ class RoutingTable:
         self.into: dict[tuple[str, int], InRoute] = {}
 
     def outgoing(self, name: str, microbatch: int) -> tuple[OutRoute, ...]:
-        """The route to each consumer of a tensor that this stage produces.
-
-        Raises:
-            UsageError: it produces no such tensor.
-        """
+        """The route to each consumer of a tensor that this stage produces; or `UsageError`."""
         edges = self._edges(self._outputs, name, "produces")
         peers = (self._rank_of(edge.target, microbatch) for edge in edges)
         found = tuple(
@@ -73,11 +69,7 @@ class RoutingTable:
         return self._last_mine
 
     def check_mine(self, microbatch: object, mine: Sequence[int], microbatches: int) -> None:
-        """Hold a microbatch that a caller gave against those that this replica handles.
-
-        Raises:
-            UsageError: it is none of them.
-        """
+        """Raise `UsageError` for a microbatch that is none of those that this replica handles."""
         if not isinstance(microbatch, int):
             raise UsageError(
                 f"rank {self._rank}: a microbatch is an int, not {type(microbatch).__name__!r} "

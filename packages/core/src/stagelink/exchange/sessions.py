@@ -126,14 +126,7 @@ class Sessions:
         """Open a session and tell the peers; waits only to learn what was left out.
 
         There is no deadline on that wait: a pipeline may idle for hours. Death, abort and goodbye
-        end it.
-
-        Returns:
-            Its record, and what was agreed on.
-
-        Raises:
-            DisagreementError: a peer opened the same session with other values.
-            PeerClosedError: a peer closed while its opening was waited for.
+        (`PeerClosedError`) end it. `DisagreementError` where a peer opened it with other values.
         """
         try:
             opening = self.openings.open(number, mode, microbatches, items)
@@ -205,11 +198,9 @@ class Sessions:
         return end is not None and (key.edge, key.microbatch) not in end.due
 
     def check_peer(self, peer: int, key: Key, awaited: str) -> None:
-        """Raise if the peer is `lost`, so that what is awaited cannot come.
+        """Raise `PeerClosedError` if the peer is `lost`, so that what is awaited cannot come.
 
-        Raises:
-            PeerClosedError: it is.
-            DisagreementError: the peer left correctly; the session has no such microbatch.
+        `DisagreementError` where it left correctly, and the session has no such microbatch.
         """
         if not self.lost(peer, key):
             return

@@ -26,18 +26,12 @@ _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 class Traffic:
-    """Messages that one rank sends and receives in one session.
-
-    Attributes:
-        microbatches: how many there are in the whole pipeline, as far as that is known.
-        mine: those that this replica handles.
-        open: whether the session has not been left.
-    """
+    """Messages that one rank sends and receives in one session."""
 
     def __init__(
         self, engine: Engine, record: SessionRecord, mode: Mode, microbatches: int
     ) -> None:
-        self.open = True
+        self.open = True  # whether the session has not been left
         self._highest = -1
         self._rank = engine.rank
         self._limits = engine.plan.limits
@@ -54,8 +48,8 @@ class Traffic:
         self._bound(microbatches)
 
     def _bound(self, microbatches: int) -> None:
-        self.microbatches = microbatches
-        self.mine = self._table.mine(microbatches)
+        self.microbatches = microbatches  # of the whole pipeline, as far as that is known
+        self.mine = self._table.mine(microbatches)  # those that this replica handles
 
     def leave(self) -> tuple[list[Received], bool]:
         """Nothing is sent or received any more.

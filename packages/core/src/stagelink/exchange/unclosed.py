@@ -21,8 +21,7 @@ class Leaver(Protocol):
     def leave(self, error: BaseException | None) -> None:
         """Deliver what was sent, tell the peers and give everything back; never raises.
 
-        Args:
-            error: with which the process ends; None: none is known.
+        The process ends with ``error``, if one is known.
         """
 
 

@@ -40,16 +40,9 @@ class Agreement:
     ) -> None:
         """Choose a transport for every route, and make sure that each peer has chosen the same.
 
-        Args:
-            ends: what each peer, and this rank, said of itself.
-            ask: see `stagelink.plugins.choice.asker`.
-            build: makes the ends of the links that are chosen here. A peer goes on when it has
-                this rank's choice, and what it sends must then find its route.
-            deadline: for the peers' choices.
-
-        Raises:
-            NoTransportError: nothing can carry a route.
-            DisagreementError: a peer chose another.
+        ``build`` makes the ends of the links that are chosen here. A peer goes on when it has this
+        rank's choice, and what it sends must then find its route. `NoTransportError` where nothing
+        can carry a route, `DisagreementError` where a peer chose another.
         """
         choices = {
             (edge.index, source, target): choose(self._plan, edge, ends[source], ends[target], ask)

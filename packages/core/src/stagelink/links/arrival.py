@@ -48,7 +48,7 @@ class Arrival:
         self.after: StreamEvent | None = None
         # where its receiver wants the payload, flat uint8 of its size; None: wherever
         self.buffer: torch.Tensor | None = None
-        # when the payload is there, on a device with streams; else None
+        # when the payload is there, on a device with streams
         self.event: StreamEvent | None = None
         # its bytes once `settled`: flat uint8, or bytes where it came inline; None for a NONE or
         # REFUSED message

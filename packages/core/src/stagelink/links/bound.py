@@ -12,15 +12,10 @@ from stagelink.transport.header import Header
 
 
 class Bound(NamedTuple):
-    """The most that one payload may have.
-
-    Attributes:
-        most_bytes: that much.
-        source: where the number is from, for the error.
-    """
+    """The most that one payload may have."""
 
     most_bytes: int
-    source: str
+    source: str  # where the number is from, for the error
 
     @classmethod
     def of(cls, limits: Limits) -> Bound:

@@ -29,10 +29,7 @@ def give_back(
     """Call a ``close`` of a transport's, on a thread that is left behind where it does not return.
 
     A moment is left for it where the deadline has passed. The stream is current on the thread;
-    without one the caller's device is.
-
-    Raises:
-        TransportError: it did not return, or raised; see `mapped`.
+    without one the caller's device is. Raises where it does not return, or raises; see `mapped`.
     """
     errors: list[BaseException] = []
     here = _device_here() if stream is None else stream.entered

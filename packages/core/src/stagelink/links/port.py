@@ -45,8 +45,7 @@ def post_for(
 ) -> None:
     """Send a frame with what a transport has to say; returns at once.
 
-    Raises:
-        TransportError: the note is none, or too long; or the descriptors cannot be sent.
+    `TransportError` where the note is none, or too long, or the descriptors cannot be sent.
     """
     if not isinstance(note, bytes):
         raise TransportError(f"{link}: a note is bytes, not {type(note).__name__}")

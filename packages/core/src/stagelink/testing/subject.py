@@ -110,10 +110,7 @@ class Subject:
     ) -> Iterator[Handler]:
         """Join the others by ``plan_of``'s plan, with the transport held against the contract.
 
-        What is found is kept by ``check``, if one is given.
-
-        Raises:
-            AssertionError: at the end, if the transport broke a rule of the contract.
+        What is found is kept by ``check``, if one is given, and raised at the end.
         """
         check = check or ContractCheck(self.patience_s)
         subject = self.wrapped(synchronous) if self.synchronous else self

@@ -172,13 +172,9 @@ class StagelinkGroup(WithCollectives):
             # First: where it fails, no number is taken.
             raw = (raw_bytes if inline else to_bytes)(content, in_order=in_order)
             key = MatchingKey(self._number, place, tag, self._next(self._sent, peer, tag))
-            header = key.message(
-                mesh.direction_to(place),
-                Flag.INLINE if inline else 0,
-                dtype.code,
-                content.nbytes,
-                tuple(content.shape),
-            )
+            direction, flags = mesh.direction_to(place), Flag.INLINE if inline else 0
+            shape = tuple(content.shape)
+            header = key.message(direction, flags, dtype.code, content.nbytes, shape)
             job = mesh.send(key, header, raw)
         except BaseException as error:
             # With a number taken, the peer would wait for a message that does not come.
