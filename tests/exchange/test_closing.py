@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore
 
 import stagelink
 from stagelink.control import reader
-from stagelink.links import watch
+from stagelink.links import node
 from stagelink.testing import run_threads
 from stagelink.transport.contract import Capabilities
 from stagelink.transport.hooks import hookimpl
@@ -138,7 +138,7 @@ _Start = Callable[[Callable[[], None], tuple[()]], int]
 def test_a_waiting_rank_finds_the_abort_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_LONG_S", 0.1)
     monkeypatch.setattr(reader, "_LOOK_S", 0.05)
-    monkeypatch.setattr(watch, "_EVERY_S", 0.05)
+    monkeypatch.setattr(node, "_EVERY_S", 0.05)
 
     def run(rank: int, world_size: int, store: Store) -> str:
         with joined(rank, world_size, store, document(LOOPBACK)) as comm:
