@@ -9,10 +9,10 @@ import torch
 
 import stagelink
 from tests.support import tensors
-from tests.support.pipelines import check_same
+from tests.support.pipelines import TCP, Ranks, check_same
 
 if TYPE_CHECKING:
-    from tests.support.pipelines import Ranks
+    from stagelink.testing import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 """Torch calls some of them prototypes, and others deprecated."""
@@ -147,3 +147,8 @@ def _under_a_mode(comm: stagelink.Handler) -> None:
 
 def test_a_mode_makes_no_difference(any_ranks: Ranks) -> None:
     any_ranks.run(any_ranks.plan(window=4), _under_a_mode)
+
+
+def test_nor_where_it_moves_a_message_by_a_watched_action(rank_pool: RankPool) -> None:
+    ranks = Ranks(TCP, rank_pool)
+    ranks.run(ranks.plan(window=4), _under_a_mode)

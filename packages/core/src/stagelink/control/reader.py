@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 from stagelink.control.watches import Action, Bell, Waker, Watch, Watches, event_mask
 from stagelink.deadline import Deadline
+from stagelink.transport.modes import outside_modes
 
 _GRACE_S = 0.001
 """Time from the last call until the standby comes in."""
@@ -330,8 +331,10 @@ class Reader:
             ready = self._ready.get(fd)
             if ready is not None:  # else what came before it in this turn has removed it
                 ready(mask)
-        for _ in range(len(self._calls)):
-            self._calls.popleft()()
+        if self._calls:
+            with outside_modes():
+                for _ in range(len(self._calls)):
+                    self._calls.popleft()()
         if self._watches.due:
             self._watches.act()
         if self._alarm_s < math.inf and self._alarm_s <= time.monotonic():

@@ -18,6 +18,7 @@ from functools import partial
 
 from stagelink.deadline import Deadline
 from stagelink.transport.interrupts import stops_caller
+from stagelink.transport.modes import outside_modes
 
 _ACTION_S = 2.0
 """How long the end of a watch waits for an action, which must not take 1 ms."""
@@ -169,8 +170,11 @@ class Watches:
             self._acting = (threading.get_ident(), fd, action)
             try:
                 watches = self._of(fd, action)  # the action may end them, and then raise
-                if watches and action():
-                    self.due[fd, action] = None
+                if watches:
+                    with outside_modes():
+                        again = action()
+                    if again:
+                        self.due[fd, action] = None
             except BaseException as error:
                 if stops_caller(error):
                     raise

@@ -17,6 +17,7 @@ from stagelink.errors import ClosedError, PeerClosedError, StagelinkError
 from stagelink.links.calls import GRACE_S, give_back, mapped, raise_mapped
 from stagelink.links.completion import Completion
 from stagelink.transport.contract import Link, Receiver, Sender
+from stagelink.transport.modes import outside_modes
 from stagelink.transport.streams import HostStream, Stream
 
 logger = logging.getLogger("stagelink")
@@ -95,7 +96,8 @@ class LinkEnd(Completion[_T]):
 
     def _give_note(self, end: Sender | Receiver, note: bytes, fds: Sequence[int]) -> None:
         try:
-            end.on_note(note, fds)
+            with outside_modes():
+                end.on_note(note, fds)
         except Exception as error:
             raise_mapped(f"{self.link}: a note", error)
 
