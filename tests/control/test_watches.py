@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from stagelink.control.reader import Reader
 from stagelink.deadline import Deadline
@@ -266,3 +267,21 @@ def test_a_wait_that_progresses_may_be_interrupted_anywhere(reader: Reader, wire
         assert reader._watches._acting is None, place
     assert wire.errors == []
     call()
+
+
+def test_actions_and_calls_are_in_no_mode_of_the_thread_that_reads(
+    reader: Reader, wire: Wire
+) -> None:
+    """A program may wait under a fake tensor mode; what a transport allocates must have memory."""
+    made: list[torch.Tensor] = []
+
+    def act() -> bool:
+        made.append(torch.empty(1))
+        return False
+
+    with torch.device("meta"):
+        reader.watch(wire.fd, act, wire.errors.append)
+        assert reader.wait(lambda: len(made) == 1, Deadline(LONG))
+        reader.call(lambda: made.append(torch.empty(1)))
+        assert reader.wait(lambda: len(made) == 2, Deadline(LONG))
+    assert [tensor.device.type for tensor in made] == ["cpu", "cpu"]

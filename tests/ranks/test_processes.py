@@ -292,6 +292,14 @@ def test_a_stopped_rank_shows_its_stacks_too() -> None:
     assert "in wait_for_ever" in outcome.stderr
 
 
+def test_a_signal_to_a_rank_that_has_ended_is_nothing() -> None:
+    with run_fresh(end_by_signal, 1, signal.SIGKILL) as ranks:
+        assert not ranks.outcomes()[0].ok
+        while Path(f"/proc/{ranks.pids[0]}").exists():  # its parent, the fork server, is told
+            os.sched_yield()
+        ranks.kill(0)
+
+
 def test_sigkill_is_reported_and_the_others_go_on() -> None:
     with run_fresh(wait_for_ever, 2) as ranks:
         assert [ranks.wait_for(rank, "waiting") for rank in (0, 1)] == [0, 1]

@@ -17,6 +17,7 @@ import pickle
 import signal
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import connection
 from pathlib import Path
@@ -59,8 +60,12 @@ class RankProcesses(Generic[T]):
         return tuple(worker.pid for worker in self._workers)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a rank: SIGKILL, SIGSTOP, SIGCONT, SIGINT; returns at once."""
-        os.kill(self._workers[rank].pid, number)
+        """Send a signal to a rank: SIGKILL, SIGSTOP, SIGCONT, SIGINT; returns at once.
+
+        Nothing where it has ended by itself.
+        """
+        with suppress(ProcessLookupError):
+            os.kill(self._workers[rank].pid, number)
 
     def wait_for(self, rank: int, event: str, timeout_s: float = 30.0) -> Any:
         """Block until the rank has called ``report(event)``; its earlier events are dropped.
