@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from stagelink.links.out_link import SendJob
     from stagelink.testing import RankPool
 
 MIB = 1 << 20
@@ -193,6 +194,51 @@ def _ends_with_messages_held(rank: int, size: int, store: Store) -> None:
 
 def test_what_is_held_is_delivered_while_its_sender_closes(rank_pool: RankPool) -> None:
     rank_pool.run(_ends_with_messages_held, 2)
+
+
+def _parts_as_it_starts(
+    rank: int, size: int, store: Store, eager_bytes: int, lengths: tuple[int, ...]
+) -> list[bool]:
+    """Whether the sender says goodbye between what lets a message go and its start."""
+    said: list[bool] = []
+    with world(rank, size, store, options=C10dOptions({"c10d": {"eager_bytes": eager_bytes}})):
+        if rank == 0:
+            group: Any = dist.group.WORLD
+            outbox, goodbyes = group._meshes["cpu"].outbox, group._meshes["cpu"].plane.goodbyes
+            start = outbox._start
+
+            def part_then_start(peer: int, job: SendJob) -> None:
+                said.append(goodbyes.say(peer))
+                store.set("starting", "")
+                start(peer, job)
+
+            outbox._start = part_then_start
+            for n, length in enumerate(lengths):
+                dist.isend(filled(length, n), 1)
+        for n, length in enumerate(lengths if rank == 1 else ()):
+            if n == 2:  # it must start by what is granted, not by being asked for
+                store.wait(["starting"])
+            got = torch.zeros(length, dtype=torch.uint8)
+            dist.recv(got, 0)
+            assert torch.equal(got, filled(length, n))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("eager_bytes", "lengths"),
+    [
+        (0, (SMALL,)),
+        (0, (LARGE,)),
+        (2 * (SMALL + 1024), (SMALL, SMALL, SMALL)),
+        (LARGE + 1024, (LARGE,)),
+    ],
+    ids=["asked for", "large and asked for", "granted later", "granted"],
+)
+def test_no_goodbye_comes_between_what_lets_a_message_go_and_its_start(
+    eager_bytes: int, lengths: tuple[int, ...], rank_pool: RankPool
+) -> None:
+    said, _ = rank_pool.run(_parts_as_it_starts, 2, eager_bytes, lengths)
+    assert said == [False]
 
 
 def _forgets_a_group(rank: int, size: int, store: Store) -> None:

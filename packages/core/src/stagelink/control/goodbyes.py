@@ -62,11 +62,11 @@ class Goodbyes:
 
         Returns at once, whether it has been said.
         """
-        if peer not in self.said and (anyway or not any(busy(peer) for busy in self._busy)):
-            with self._reader.lock:
-                if peer not in self.said:
-                    self.said.add(peer)
-                    self._connections[peer].send(Header(MessageKind.BYE), self.farewell.encode())
+        # Asked with the lock: what goes on from one that holds to the next is seen by either.
+        with self._reader.lock:
+            if peer not in self.said and (anyway or not any(busy(peer) for busy in self._busy)):
+                self.said.add(peer)
+                self._connections[peer].send(Header(MessageKind.BYE), self.farewell.encode())
         return peer in self.said
 
     # -- on the reading thread

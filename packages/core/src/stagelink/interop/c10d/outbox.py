@@ -32,6 +32,8 @@ class Outbox:
         self._link_to = link_to
         self._granted_bytes: defaultdict[int, int] = defaultdict(int)
         self._held: defaultdict[int, dict[MatchingKey, SendJob]] = defaultdict(dict)
+        # messages to each peer that are held no more, and not yet the link's or connection's
+        self._starting: defaultdict[int, int] = defaultdict(int)
         plane.handle(MessageKind.CTS, self._on_clear_to_send)
         plane.handle(MessageKind.CREDIT, self._on_credit)
         plane.goodbyes.hold(self._busy)
@@ -50,6 +52,7 @@ class Outbox:
                     plane.connections[peer].send(job.header, b"", job.payload)
                 job.payload, job.finished = None, True
                 return
+            self._starting[peer] += 1
         self._start(peer, job)
 
     def _hold(self, key: MatchingKey, job: SendJob) -> None:
@@ -75,17 +78,25 @@ class Outbox:
 
     def _busy(self, peer: int) -> bool:
         # Who has said goodbye asks for nothing more.
-        return bool(self._held[peer]) and peer not in self._plane.gone
+        is_held = bool(self._held[peer]) and peer not in self._plane.gone
+        return is_held or self._starting[peer] > 0
 
     def _start(self, peer: int, job: SendJob) -> None:
-        if isinstance(job.payload, bytes):
-            self._plane.post(peer, job.header, payload=job.payload)
-            job.payload, job.finished = None, True
-            return
+        """Send a message that its caller has counted as starting, with the lock."""
+        plane = self._plane
         try:
-            self._link_to(peer).submit(job, copy=False)
+            if isinstance(job.payload, bytes):
+                plane.post(peer, job.header, payload=job.payload)
+                job.payload, job.finished = None, True
+            else:
+                self._link_to(peer).submit(job, copy=False)
         except StagelinkError as error:
-            self._plane.failure.raise_blamed(error, peer)
+            plane.failure.raise_blamed(error, peer)
+        finally:
+            with plane.lock:
+                self._starting[peer] -= 1
+            if peer in plane.gone:  # and waits for the last of what it gets
+                plane.goodbyes.say(peer)
 
     # -- on the reading thread
 
@@ -98,6 +109,7 @@ class Outbox:
             if job is None:  # there was room for it before
                 return
             self._granted_bytes[peer] -= cost_of(job.header)
+            self._starting[peer] += 1
         self._start(peer, job)
         self._plane.changed()
 
@@ -112,6 +124,7 @@ class Outbox:
                     break
                 granted_bytes -= cost_of(job.header)
                 del held[key]
+                self._starting[peer] += 1
                 starts.append(job)
             self._granted_bytes[peer] = granted_bytes
         for job in starts:
