@@ -13,7 +13,7 @@ import torch.distributed as dist
 from stagelink.control.connection import Frame
 from stagelink.errors import ProtocolError
 from stagelink.interop.c10d import C10dOptions
-from stagelink.interop.c10d.mailbox import Mailbox, MatchingKey, cost_of
+from stagelink.interop.c10d.mailbox import MAX_TEXT, Mailbox, MatchingKey, cost_of
 from stagelink.testing import run_fresh
 from stagelink.transport.header import Direction, Flag, Header, MessageKind
 from tests.interop import c10d_features as features
@@ -377,11 +377,13 @@ class Recorded:
 
     def changed(self) -> None: ...
 
-    def hear(self, address: MatchingKey, kind: MessageKind, size_bytes: int = 0) -> None:
+    def hear(
+        self, address: MatchingKey, kind: MessageKind, size_bytes: int = 0, note: bytes = b""
+    ) -> None:
         flags = Flag.INLINE if kind is MessageKind.DATA else 0
         like = Header(kind, flags=flags, payload_bytes=size_bytes, shape=(size_bytes,))
         header = address.header(Direction.FORWARD, like)
-        self.handlers[kind](1, Frame(header, b"", bytes(size_bytes), []))
+        self.handlers[kind](1, Frame(header, note, bytes(size_bytes), []))
 
 
 class Asked:
@@ -420,6 +422,41 @@ def test_a_peer_that_sends_more_than_it_was_granted_fails(plane: Recorded, box: 
         plane.hear(MatchingKey(1, 1, 0, number), MessageKind.DATA, 100)
     with pytest.raises(ProtocolError, match=rf"granted are {BOUND} \(c10d\.eager_bytes\)"):
         plane.hear(MatchingKey(1, 1, 0, 10), MessageKind.DATA, 100)
+
+
+def test_of_why_a_message_was_refused_the_first_characters_are_kept(
+    plane: Recorded, box: Mailbox
+) -> None:
+    key, asked = MatchingKey(1, 1, 0, 0), Asked()
+    plane.hear(key, MessageKind.REFUSED, note=b"x" * 60_000)
+    assert box._here[key].refusal == "x" * MAX_TEXT
+    box.ask(key, asked)
+    (taken,) = asked.taken
+    assert taken.refusal == "x" * MAX_TEXT
+
+
+def _refuses_at_length(rank: int, size: int, store: Store) -> None:
+    with world(rank, size, store):
+        group: Any = dist.group.WORLD
+        mesh, key = group._meshes["cpu"], MatchingKey(group._number, 1 - rank, 0, 0)
+        posted: list[bytes] = []
+        post = mesh.plane.post
+
+        def keep_then_post(peer: int, header: Header, note: bytes = b"", *rest: Any) -> None:
+            if header.kind is MessageKind.REFUSED:
+                posted.append(note)
+            post(peer, header, note, *rest)
+
+        mesh.plane.post = keep_then_post
+        mesh.refuse(key, "é" * 60_000)
+        assert [note.decode() for note in posted] == ["é" * MAX_TEXT]
+        with refused("é") as found:
+            dist.recv(torch.zeros(3), 1 - rank)
+        assert str(found.value).count("é") == MAX_TEXT
+
+
+def test_why_a_message_was_refused_is_told_in_so_many_characters(rank_pool: RankPool) -> None:
+    rank_pool.run(_refuses_at_length, 2)
 
 
 def test_what_is_asked_for_is_granted_again_and_in_few_words(

@@ -26,6 +26,8 @@ from stagelink.transport.modes import outside_modes
 
 _WORD = 2**32
 _MESSAGE_BYTES = 1024  # of a message's header and entry
+MAX_TEXT = 10_000
+"""Characters that are kept of why a message was refused."""
 
 
 class MatchingKey(NamedTuple):
@@ -131,7 +133,7 @@ class Mailbox:
         arrival = Arrival(header, peer, self._on_settled)
         key = MatchingKey.of(peer, header)
         if header.kind is MessageKind.REFUSED:
-            arrival.refusal = frame.note.decode(errors="replace")
+            arrival.refusal = frame.note.decode(errors="replace")[:MAX_TEXT]
         is_whole = arrival.refusal is not None or header.flags & Flag.INLINE
         if is_whole:
             arrival.payload, arrival.settled = frame.payload, True

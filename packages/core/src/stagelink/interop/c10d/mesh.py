@@ -15,7 +15,7 @@ from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.exchange.unclosed import closed, opened
 from stagelink.interop.c10d.errors import error_like
-from stagelink.interop.c10d.mailbox import Mailbox, MatchingKey
+from stagelink.interop.c10d.mailbox import MAX_TEXT, Mailbox, MatchingKey
 from stagelink.interop.c10d.outbox import Outbox
 from stagelink.links.arrival import Arrival
 from stagelink.links.in_link import InLink
@@ -34,7 +34,6 @@ _WINDOW = 16
 """Messages in flight for which a link with memory of its own provides; there may be more."""
 
 _EXIT_S = 1.0
-_MAX_TEXT_BYTES = 64 * 1024
 
 
 class Mesh:
@@ -152,7 +151,8 @@ class Mesh:
         return None if job.finished else job
 
     def refuse(self, key: MatchingKey, text: str) -> None:
-        """Have the receive of this message raise."""
+        """Have the receive of this message raise, with the first `MAX_TEXT` characters."""
+        text = text[:MAX_TEXT]
         header = key.header(self.direction_to(key.peer), Header(MessageKind.REFUSED))
         if key.peer == self.rank:
             arrival = Arrival(header, self.rank)
@@ -162,7 +162,7 @@ class Mesh:
         self.plane.check()
         self.plane.goodbyes.check_here(key.peer, "a receive there")
         self.outbox.charge(key.peer, header)
-        self.plane.post(key.peer, header, text.encode()[:_MAX_TEXT_BYTES])
+        self.plane.post(key.peer, header, text.encode())
 
     def error(self, what: str, error: BaseException) -> dist.DistBackendError:
         """An error for torch's caller; of a message that cannot be, also one of ours."""
