@@ -39,7 +39,9 @@ class SocketPair(Transport):
     @classmethod
     def probe(cls, options: object) -> Verdict:
         """Usable where a descriptor can be handed over."""
-        return Verdict(hasattr(socket, "SCM_RIGHTS"), "this system hands no descriptors over")
+        if hasattr(socket, "SCM_RIGHTS"):
+            return Verdict(True)
+        return Verdict(False, "this system hands no descriptors over")
 
     def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:
         """Make the pair, and hand one of the two over."""
