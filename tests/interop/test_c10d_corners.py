@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +17,7 @@ from stagelink.deadline import Deadline
 from stagelink.errors import ConnectError, ProtocolError, StagelinkError
 from stagelink.interop import collectives
 from stagelink.interop.c10d import C10dOptions
+from stagelink.interop.c10d import group as c10d_group
 from stagelink.interop.c10d.mailbox import Mailbox, MatchingKey
 from stagelink.interop.c10d.mesh import Mesh
 from stagelink.interop.c10d.options import EAGER_BYTES
@@ -25,8 +28,11 @@ from tests.interop.c10d_features import filled, refused
 from tests.interop.c10d_programs import PATIENCE, STAGELINK, world
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import Store
 
+    from stagelink.plan import Plan
     from stagelink.testing import RankPool
 
 GLOO = C10dOptions({"links": [{"transport": "gloo"}]})
@@ -148,6 +154,47 @@ def test_a_destroyed_group_keeps_nothing_and_no_message_takes_anothers_place() -
     box.forget(2)
     box.put(dropped, Arrival(Header(MessageKind.DATA), 0))
     assert [*box._here] == [kept]
+
+
+def _refused_on_two_meshes(rank: int, size: int, store: Store) -> None:
+    """As with CPU and CUDA tensors; here the second mesh is one for CPU tensors, too."""
+    plan = C10dOptions.plan
+
+    def on_cpu(self: C10dOptions, ranks: Sequence[int], device: str) -> Plan:
+        return replace(plan(self, ranks, "cpu"), name=f"c10d-{device}")
+
+    module: Any = c10d_group
+    module.torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
+    C10dOptions.plan = on_cpu  # type: ignore[method-assign]
+    try:
+        dist.init_process_group(STAGELINK, store=store, rank=rank, world_size=size)
+    finally:
+        C10dOptions.plan = plan  # type: ignore[method-assign]
+        module.torch = torch
+    group: Any = dist.group.WORLD
+    boxes = [mesh.box for mesh in group._meshes.values()]
+    assert len(boxes) == 2
+    for peer in (1 - rank, rank):
+        for is_first in (True, False):  # before the receive, and after it
+            work = None if is_first else group.recv([torch.zeros(3)], peer)
+            dist.barrier()
+            with refused("device 'meta' has no data"):
+                group.send([torch.empty(3, device="meta")], peer)
+            if is_first:
+                for mesh in group._meshes.values():
+                    mesh.plane.wait(lambda box=mesh.box: box._here, Deadline(20))
+                    assert len(mesh.box._here) == 1
+            with refused("device 'meta' has no data"):
+                (work or group.recv([torch.zeros(3)], peer)).wait()
+            for mesh in group._meshes.values():
+                assert mesh.plane.wait(lambda box=mesh.box: not box._claims, Deadline(20))
+            assert [(box._here, box._claims) for box in boxes] == [({}, {})] * 2
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_refusal_that_is_received_is_kept_on_no_other_device(rank_pool: RankPool) -> None:
+    rank_pool.run(_refused_on_two_meshes, 2)
 
 
 def _too_large_to_send(rank: int, size: int, store: Store) -> None:

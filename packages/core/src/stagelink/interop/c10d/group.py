@@ -350,6 +350,8 @@ def _connect(given: Any, options: C10dOptions, ranks: Sequence[int]) -> dict[str
         for mesh in meshes.values():
             mesh.abandon(error)
         raise
+    for mesh in meshes.values():
+        mesh.other_boxes += [other.box for other in meshes.values() if other is not mesh]
     return meshes
 
 

@@ -89,6 +89,19 @@ class Claim(Protocol):
         """The group was destroyed, and the message will not be looked for."""
 
 
+class Unwanted:
+    """Claim of a message that nobody wants: it is dropped."""
+
+    def meet(self, arrival: Arrival) -> None:
+        """Nothing of it is put anywhere."""
+
+    def take(self, arrival: Arrival) -> None:
+        """Nothing is kept."""
+
+    def give_up(self) -> None:
+        """Nobody waits."""
+
+
 class Mailbox:
     """Messages that were received, and receives that are posted.
 

@@ -15,7 +15,7 @@ from stagelink.control.rendezvous import Rendezvous
 from stagelink.deadline import Deadline
 from stagelink.exchange.unclosed import closed, opened
 from stagelink.interop.c10d.errors import error_like
-from stagelink.interop.c10d.mailbox import MAX_TEXT, Mailbox, MatchingKey
+from stagelink.interop.c10d.mailbox import MAX_TEXT, Mailbox, MatchingKey, Unwanted
 from stagelink.interop.c10d.outbox import Outbox
 from stagelink.links.arrival import Arrival
 from stagelink.links.in_link import InLink
@@ -67,6 +67,8 @@ class Mesh:
         self.plan, self.rank, self.plane = plan, rank, self.node.plane
         self.box = Mailbox(self.plane, self.link_from, eager_bytes)
         self.outbox = Outbox(self.plane, self.link_to)
+        # those of the group's meshes for tensors on other devices
+        self.other_boxes: list[Mailbox] = []
         self._ranks = ranks
         self._joined = False
         self._early: set[int] = set()
@@ -163,6 +165,14 @@ class Mesh:
         self.plane.goodbyes.check_here(key.peer, "a receive there")
         self.outbox.charge(key.peer, header)
         self.plane.post(key.peer, header, text.encode())
+
+    def drop_elsewhere(self, key: MatchingKey) -> None:
+        """Drop what comes to the same key for tensors on other devices, be it here already.
+
+        A refusal comes on every mesh, as its sender does not know which one it is received on.
+        """
+        for box in self.other_boxes:
+            box.ask(key, Unwanted())
 
     def error(self, what: str, error: BaseException) -> dist.DistBackendError:
         """An error for torch's caller; of a message that cannot be, also one of ours."""

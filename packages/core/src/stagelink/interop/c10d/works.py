@@ -264,6 +264,7 @@ class RecvWork(_MessageWork):
 
     def _fill(self, arrival: Arrival) -> None:
         if arrival.refusal is not None:
+            self._mesh.drop_elsewhere(self._key)
             raise RefusedError(arrival.refusal)
         memory = self._given.memory
         size, payload = arrival.header.payload_bytes, arrival.payload
