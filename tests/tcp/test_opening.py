@@ -6,7 +6,8 @@ import errno
 import json
 import logging
 import socket
-from contextlib import closing, suppress
+import struct
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ from stagelink.testing import no_leaks, run_threads
 from stagelink.transport.addresses import Address
 from stagelink.transport.contract import Endpoint, Link
 from stagelink.transport.host import server_id
+from stagelink.transport.sockets import tune
 from stagelink_tcp import Tcp, TcpOptions, joining
 from stagelink_tcp import transport as tcp
 from tests.support.listeners import Listener, listeners
@@ -145,6 +147,24 @@ def _hang_up(at: tuple[str, int], token: bytes) -> None:
     _visit(at, token[:3]).close()
 
 
+RESET: list[Any] = []
+"""Addresses of visitors that reset their connection."""
+
+
+def _reset(at: tuple[str, int], said: bytes) -> None:
+    with socket.create_connection(at) as visitor:
+        RESET.append(visitor.getsockname())
+        visitor.sendall(said)
+        visitor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _tune_once_reset(sock: socket.socket) -> None:
+    with suppress(OSError):  # it has no peer any more
+        while sock.getpeername() in RESET:
+            pass
+    tune(sock)
+
+
 VISITS: dict[str, tuple[Callable[[tuple[str, int], bytes], socket.socket | None], str]] = {
     "a wrong token": (
         lambda at, token: _visit(at, bytes(len(token)) + b"\0"),
@@ -152,6 +172,10 @@ VISITS: dict[str, tuple[Callable[[tuple[str, int], bytes], socket.socket | None]
     ),
     "part of a token": (_hang_up, "it hung up"),
     "a stream too many": (lambda at, token: _visit(at, token + b"\2"), "stream 2 is not expected"),
+    "a token, then a reset": (
+        lambda at, token: _reset(at, token + b"\0"),
+        "[Errno 104] Connection reset by peer",
+    ),
     "nothing": (lambda at, token: _visit(at, token[:3]), "no token within 2 s"),
 }
 
@@ -173,6 +197,7 @@ def test_a_stranger_is_refused_and_the_job_goes_on(
     monkeypatch.setattr(tcp, "dial", first_a_stranger)
     monkeypatch.setattr(joining, "MAX_STRANGERS", 1)
     monkeypatch.setattr(joining, "HELLO_S", 2.0)
+    monkeypatch.setattr(joining, "tune", _tune_once_reset)
     with caplog.at_level(logging.WARNING, logger="stagelink"):
         found = run_threads(pass_one, 2, plan(streams=2))
     assert [total for total, _ in found] == SUMS
@@ -183,6 +208,25 @@ def test_a_stranger_is_refused_and_the_job_goes_on(
             visitor.settimeout(10.0)
             with closing(visitor), suppress(ConnectionError):
                 assert visitor.recv(99) == b""
+
+
+def test_who_was_let_in_stays_so_whoever_resets_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "tune", _tune_once_reset)
+    with no_leaks("descriptors"), ExitStack() as peers:
+        door = joining.Door(None)
+        expected = door.expect(HERE, 2)
+        at = expected.listener.getsockname()
+        first = peers.enter_context(_visit(at, expected.token + b"\0"))
+        _reset(at, expected.token + b"\1")
+        while 0 not in expected.came or door._strangers:
+            assert not door.look(expected)
+        second = peers.enter_context(_visit(at, expected.token + b"\1"))
+        while not door.look(expected):
+            pass
+        for sock in door.dismiss(expected):
+            sock.close()
+        for peer in (first, second):
+            assert peer.recv(99) == expected.answer
 
 
 class Patient:

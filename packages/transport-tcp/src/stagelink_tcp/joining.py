@@ -106,7 +106,14 @@ class Door:
             for listener in self._listeners.values():
                 self._accept(listener)
             now = time.monotonic()
-            self._strangers = [one for one in self._strangers if self._is_strange(one, now)]
+            for stranger in tuple(self._strangers):
+                reason = self._hear(stranger, now)
+                if reason is not None:
+                    self._strangers.remove(stranger)  # whatever comes of it, it is judged once
+                    reason = reason or self._admit(stranger)
+                    if reason:
+                        logger.warning("tcp: a stranger was refused: %s", reason)
+                        stranger.sock.close()
             return len(expected.came) == expected.streams
 
     def _accept(self, listener: socket.socket) -> None:
@@ -128,42 +135,41 @@ class Door:
             logger.warning("tcp: a connection was not accepted: %s", reason)
         self.shortage = reason
 
-    def _is_strange(self, stranger: _Stranger, now: float) -> bool:
-        """Whether a connection is to show its token yet; else it has, or was refused."""
+    def _hear(self, stranger: _Stranger, now: float) -> str | None:
+        """Why to refuse a connection; empty: it has shown a token, None: it is to show one yet."""
         try:
             said = stranger.sock.recv(_HELLO_BYTES - len(stranger.shown))
         except BlockingIOError as error:
             if stops_caller(error):
                 raise
-            if stranger.came_s + HELLO_S > now:
-                return True
-            return self._refuse(stranger, f"no token within {HELLO_S:g} s")
+            return None if stranger.came_s + HELLO_S > now else f"no token within {HELLO_S:g} s"
         except OSError as error:
             if stops_caller(error):
                 raise
-            return self._refuse(stranger, str(error))
+            return str(error)
         stranger.shown.extend(said)
         if len(stranger.shown) < _HELLO_BYTES:
-            return True if said else self._refuse(stranger, "it hung up")
-        return self._judge(stranger)
+            return None if said else "it hung up"
+        return ""
 
-    def _judge(self, stranger: _Stranger) -> bool:
+    def _admit(self, stranger: _Stranger) -> str:
+        """Take in a connection that has shown a token, or tell why not."""
         token, stream = stranger.shown[:_TOKEN_BYTES], stranger.shown[_TOKEN_BYTES]
         known = [one for one in self._expected if hmac.compare_digest(one.token, token)]
         if not known:
-            return self._refuse(stranger, "it does not know this job's token")
+            return "it does not know this job's token"
         expected = known[0]
         if stream >= expected.streams or stream in expected.came:
-            return self._refuse(stranger, f"stream {stream} is not expected")
-        tune(stranger.sock)
-        stranger.sock.send(expected.answer)
+            return f"stream {stream} is not expected"
+        try:
+            tune(stranger.sock)
+            stranger.sock.send(expected.answer)
+        except OSError as error:  # it has hung up: the rank itself may still come
+            if stops_caller(error):
+                raise
+            return str(error)
         expected.came[stream] = stranger.sock
-        return False
-
-    def _refuse(self, stranger: _Stranger, reason: str) -> bool:
-        logger.warning("tcp: a stranger was refused: %s", reason)
-        stranger.sock.close()
-        return False
+        return ""
 
     def dismiss(self, expected: _Expected) -> list[socket.socket]:
         """Expect nobody any more of these; those that came, by stream, now the caller's."""
