@@ -6,16 +6,19 @@ import signal
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import stagelink
+from stagelink.exchange.traffic import Traffic
 from stagelink.testing import LeakCheck
 from tests.interop.c10d_programs import world
 from tests.interop.pipedream_driver import Job, Runtime, with_handler
 from tests.nccl.over_gloo import NcclOverGloo, let_issuers_end
+from tests.support.interrupts import struck
 from tests.support.pipelines import SHM, TCP, Document, Wire, document, tensor
 
 if TYPE_CHECKING:
@@ -199,3 +202,13 @@ def _pipedream_end(rank: int, size: int, store: Store, job: Job) -> tuple[str, s
 def test_in_pipedreams_receive(rank_pool: RankPool) -> None:
     first, other = rank_pool.run(_pipedream_end, 2, Job((1, 1)))
     assert "rank 1 was stopped by DeadlineError: alarm" in first[0], (first, other)
+
+
+@pytest.mark.parametrize("raised", [KeyError, TypeError])
+@pytest.mark.parametrize("look_up", [Traffic._out_routes, Traffic.in_route])
+def test_looking_a_name_up(look_up: Callable[..., object], raised: type[Exception]) -> None:
+    """It is not a name that is looked up for the first time."""
+    table = Mock(out={}, into={}, period=1)
+    name = type("Name", (str,), {"__hash__": struck(raised)})("h")
+    with pytest.raises(raised, match="a handler's"):
+        look_up(Mock(open=True, mine=range(1), _table=table), name, 0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from stagelink.deadline import Deadline
 from stagelink_gloo.ahead import ABSENT, MOST_BYTES, STALE, Ask, Places, parse
 from tests.gloo.conftest import close
-from tests.gloo.twin import LONG_S, holdings, left_since, pattern
+from tests.gloo.twin import holdings, left_since, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,16 +50,26 @@ def test_a_size_that_comes_again_finds_its_receive_posted(twins: Twins, size_byt
         assert passed(twins, payload_of(size_bytes, seed)) is Ask.TAKE
 
 
-def test_it_goes_to_gloo_before_it_is_announced(twins: Twins) -> None:
+def test_it_goes_to_gloo_before_it_is_announced(
+    twins: Twins, monkeypatch: pytest.MonkeyPatch
+) -> None:
     post(twins, SMALL)
-    posted = twins[1].receiver._posted[0]  # type: ignore[attr-defined]
-    payload = payload_of(SMALL)
-    last = posted._under_way.last
-    assert last[0] == ABSENT
-    twins[0].sender._pair.send(payload, posted._tag, "a test")  # type: ignore[attr-defined]
-    deadline = Deadline(LONG_S)
-    while last[0] == ABSENT:  # nobody has been told of it
-        assert not deadline.passed
+    order: list[str] = []
+    pair, post_frame = twins[0].sender._pair, twins[0].post  # type: ignore[attr-defined]
+    send = pair.send
+
+    def sending(*given: Any) -> Any:
+        order.append("gloo")
+        return send(*given)
+
+    def announcing(*given: Any) -> None:
+        order.append("announce")
+        post_frame(*given)
+
+    monkeypatch.setattr(pair, "send", sending)
+    monkeypatch.setattr(twins[0], "post", announcing)
+    assert passed(twins, payload_of(SMALL)) is Ask.TAKE
+    assert order == ["gloo", "announce"]
 
 
 def test_a_payload_that_nobody_would_see_come_waits_for_its_receiver(twins: Twins) -> None:

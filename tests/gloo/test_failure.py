@@ -9,14 +9,22 @@ import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from stagelink.deadline import Deadline
 from stagelink.testing import run_fresh
+from stagelink.transport.addresses import Address
+from stagelink_gloo import addresses, pair, staged
+from stagelink_gloo.link import GlooSender
+from stagelink_gloo.pair import Operation
 from tests.gloo.conftest import close
 from tests.gloo.twin import LONG_S, SURVIVOR, Case, Twin, holdings, left_since, lose_peer, pattern
+from tests.support.completion import Completion
+from tests.support.interrupts import struck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -228,3 +236,46 @@ def test_an_error_that_is_kept_keeps_nothing_alive(connect: Callable[..., Twins]
     close(twins)
     assert left_since(before) == (0, 0)
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("waiting", [Operation.wait, Operation.let_go])
+def test_what_a_signal_handler_raises_is_no_closed_connection(
+    waiting: Callable[[Operation], None],
+) -> None:
+    handles: dict[Operation, Any] = {}
+    operation = Operation(handles, torch.zeros(1), "a test")
+    handles[operation] = Mock(wait=struck(RuntimeError))
+    with pytest.raises(RuntimeError, match="a handler's"):
+        waiting(operation)
+
+
+def test_what_a_signal_handler_raises_is_no_failed_send() -> None:
+    """Its receipt is in: the wait for gloo is interrupted."""
+    sender, done = GlooSender(Mock(), Mock()), Completion()
+    sender.send(torch.zeros(1), done)
+    sender._sent[0].operations[0].wait = struck(TimeoutError)  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError, match="a handler's"):
+        sender.on_note(b"", ())
+    assert not done.over
+
+
+def test_what_a_signal_handler_raises_is_no_missing_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(addresses, "route_to", struck(TimeoutError))
+    with pytest.raises(TimeoutError, match="a handler's"):
+        addresses.check_route(Mock(), Address("127.0.0.1", "a test"), "127.0.0.1")
+
+
+def test_what_a_signal_handler_raises_is_no_failed_copy() -> None:
+    done = Completion()
+    copied = staged._Copied(Mock(send=struck(RuntimeError)), torch.zeros(1), done)
+    with pytest.raises(RuntimeError, match="a handler's"):
+        copied()
+    assert not done.over
+
+
+def test_what_a_signal_handler_raises_is_no_lost_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "_meet", struck(RuntimeError))
+    with pytest.raises(RuntimeError, match="a handler's"):
+        pair.connect(Mock(rank=0, peer=1, address="127.0.0.1"), "lo", Deadline(LONG_S))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import stagelink
 from stagelink import BackwardDone, LossSum, PipelineRunner
+from stagelink.runner import losses as losses_module
 from stagelink.runner.losses import counting, elements_of, module_of, reduction_of
 from stagelink.runner.scores import Scores, means
 from tests.runner.models import (
@@ -692,3 +693,11 @@ def test_own_backward_of_means_in_an_asynchronous_schedule(rank_pool: RankPool) 
     plan = ranks.plan((1, 1), tensors_of(line(2)), schedule="pipedream", microbatches=2)
     for found in ranks.run(plan, _trained_with(backward_in_loss)):
         assert "use reduction='sum'" in found
+
+
+def test_what_a_sum_of_probabilities_is_divided_by_is_on_the_target_s_device() -> None:
+    target = torch.ones(4, 3)
+    with torch.device("meta"):
+        weight = losses_module._weight(target, None, -100)
+    assert weight.device == target.device
+    assert weight == 4

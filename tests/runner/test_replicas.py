@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from stagelink import (
 from stagelink.runner.replicas import ReplicaGroup
 from stagelink.testing import report
 from tests.runner.models import WIDTH, build, line, make_batches, quick_sgd, tensors_of
+from tests.support.interrupts import struck
 from tests.support.pipelines import GLOO, LOOPBACK, Document, Ranks, document, start_fresh
 
 if TYPE_CHECKING:
@@ -349,3 +351,9 @@ def test_a_forked_child_harms_nobody(rank_pool: RankPool) -> None:
     ranks = Ranks(GLOO, rank_pool)
     plan = alone(2)
     assert ranks.run(plan, fork_with_a_group) == [2, 2]
+
+
+def test_what_a_signal_handler_raises_is_no_broken_group() -> None:
+    call = struck(RuntimeError)
+    with pytest.raises(RuntimeError, match="a handler's"):
+        ReplicaGroup._by_gloo(Mock(), "a test", call)

@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from stagelink_shm.memory import mapped, new_memory
 from stagelink_shm.notes import BOARD, pack_filled
 from tests.shm.pair import SOON_S, Pair, pattern
 from tests.support.completion import Completion
+from tests.support.interrupts import struck
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -346,6 +348,32 @@ def test_a_kernel_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(os, "memfd_create", refuse)
     reason = Shm.probe(ShmOptions()).reason
     assert reason == "no shared memory without a name: [Errno 1] Operation not permitted"
+
+
+@pytest.mark.parametrize("raised", [TimeoutError, RuntimeError])
+def test_what_a_signal_handler_raises_is_no_verdict(
+    raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "memfd_create", struck(raised))
+    with pytest.raises(raised, match="a handler's"):
+        Shm.probe(ShmOptions())
+
+
+def test_what_a_signal_handler_raises_is_no_end_of_a_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair()
+    monkeypatch.setattr(pair.receiver, "_look", struck(ValueError))
+    with pytest.raises(ValueError, match="a handler's"):
+        pair.receiver.on_note(pack_filled(0, True, 1), ())
+
+
+def test_what_a_signal_handler_raises_is_no_failed_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, leaving = Pair(), Mock(pieces=[torch.zeros(1)])
+    monkeypatch.setattr(pair.sender, "_pass", struck(TimeoutError))
+    with pytest.raises(TimeoutError, match="a handler's"):
+        pair.sender._pass_piece(leaving)  # type: ignore[attr-defined]
+    leaving.done.failed.assert_not_called()
 
 
 def test_a_python_without_it_asks_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:

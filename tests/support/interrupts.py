@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dis
+import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-__all__ = ["Interrupted", "interrupted_everywhere", "lock_is_free"]
+__all__ = ["Interrupted", "interrupted_everywhere", "lock_is_free", "struck"]
 
 
 class Interrupted(Exception):
@@ -97,6 +98,23 @@ def interrupted_everywhere(
             assert number, f"nothing of {modules} has run"
             return
         yield injector.raised_at, caught
+
+
+def struck(raised: type[Exception]) -> Callable[..., NoReturn]:
+    """A function for others to call, in whose midst a signal handler raises this."""
+
+    def handler(number: int, frame: object) -> NoReturn:
+        raise raised(f"a handler's, of signal {number}")
+
+    def call(*_: object, **__: object) -> NoReturn:
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        raise AssertionError("the handler has not run")
+
+    return call
 
 
 def lock_is_free(lock: threading.RLock, within_s: float = 0.0) -> bool:

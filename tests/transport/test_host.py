@@ -6,10 +6,15 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from stagelink.transport.host import memory_bytes, process_id, server_id
+from tests.support.interrupts import struck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -62,3 +67,20 @@ def test_without_proc_the_host_s_name_tells_servers_apart(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     assert server_id() == "node7/net"
     assert process_id() == f"node7/net/pid/{os.getpid()}"
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "asked"),
+    [
+        (Path, "read_text", server_id),
+        (os, "readlink", server_id),
+        (os, "readlink", process_id),
+        (os, "sysconf", memory_bytes),
+    ],
+)
+def test_what_a_signal_handler_raises_is_no_answer(
+    place: Any, name: str, asked: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, name, struck(TimeoutError))
+    with pytest.raises(TimeoutError, match="a handler's"):
+        asked()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from stagelink.errors import ConnectError
 from stagelink.transport.addresses import Address, address_of, route_to
 from stagelink.transport.gloo_groups import VARIABLE, named_by_variable
+from stagelink.transport.interrupts import stops_caller
 
 if TYPE_CHECKING:
     from stagelink.transport.contract import Port
@@ -42,6 +43,8 @@ def check_route(port: Port, mine: Address, theirs: str) -> None:
     try:
         route_to(theirs, mine.text)
     except OSError as error:
+        if stops_caller(error):
+            raise
         raise ConnectError(
             f"rank {port.rank} at {mine.text} ({mine.reason}) has no way to rank {port.peer} at "
             f"{theirs}: {error.strerror}; {_OPTION}, or {VARIABLE} on each host, names another "

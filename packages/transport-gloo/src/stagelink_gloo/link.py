@@ -112,6 +112,8 @@ class GlooSender(Sender):
             for operation in sent.operations:
                 operation.wait()
         except OSError as error:
+            if stops_caller(error):
+                raise
             sent.done.failed(error)
         else:
             self._places.through(sent.choice)

@@ -16,12 +16,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from stagelink.transport.board import Board
 from stagelink.transport.gloo_groups import break_off, gloo_group, keep_in_child
+from stagelink.transport.interrupts import stops_caller
 from stagelink_gloo.addresses import address_for, check_route
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class Operation:
         try:
             handle.wait(_FOREVER)
         except RuntimeError as error:
+            if stops_caller(error):
+                raise
             raise ConnectionError(f"{self}: {error}") from error
         finally:
             del handle  # a traceback that is kept would keep gloo's threads with it
@@ -84,8 +86,11 @@ class Operation:
         """See that it is done or the connection closed, unless somebody else waits for it."""
         handle = self._handles.pop(self, None)
         if handle is not None:
-            with suppress(RuntimeError):  # why it failed, if it did, is known
+            try:
                 handle.wait(_AT_ONCE)
+            except RuntimeError as error:  # why it failed, if it did, is known
+                if stops_caller(error):
+                    raise
 
 
 class Pair:
@@ -188,6 +193,8 @@ def connect(port: Port, interface: str | None, deadline: Deadline) -> Pair:
         timeout = _round(deadline)
         group = gloo_group(board.store, me, 2, address=mine.text, timeout=timeout, threads=0)
     except RuntimeError as error:
+        if stops_caller(error):
+            raise
         raise _failure(f"{ends} by gloo", deadline, error) from error
     logger.info("rank %d: gloo with rank %d at %s (%s)", port.rank, port.peer, *mine)
     return Pair(group, me, port.peer)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stagelink.transport.blocking import Finisher, synchronize
+from stagelink.transport.interrupts import stops_caller
 from stagelink_gloo.link import GlooReceiver, GlooSender
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class _Copied:
         try:
             self._sender.send(self._staging, self._done)
         except RuntimeError as error:
+            if stops_caller(error):
+                raise
             self.failed(error)
 
     def failed(self, error: BaseException) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import Receiver
+from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.slots import SlotBoard, SlotReturns
 from stagelink_shm.memory import copy_bytes, mapped
 from stagelink_shm.notes import BOARD, SHORT, Filled, given_up
@@ -123,6 +124,8 @@ class ShmReceiver(Receiver):
                 self._pieces.append(self._look(note, fds))
                 self._put_together()
         except (OSError, RuntimeError, ValueError) as error:
+            if stops_caller(error):
+                raise
             self._port.fail(error)
 
     def _put_together(self) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagelink.transport.contract import Sender
+from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.slots import SlotBoard
 from stagelink_shm.memory import mapped, new_memory
 from stagelink_shm.notes import BOARD, SHORT, pack_filled, pack_given_up
@@ -84,6 +85,8 @@ class ShmSender(Sender):
             if self._pass(leaving.pieces[0], self._port.note, keep=False):
                 leaving.pieces.popleft()
         except OSError as error:
+            if stops_caller(error):
+                raise
             self._leaving.popleft()
             leaving.done.failed(error)
             return

@@ -16,6 +16,7 @@ from stagelink.transport.contract import (
     Transport,
     Verdict,
 )
+from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.slots import SlotRing
 from stagelink_shm.memory import mapped, new_memory
 from stagelink_shm.receiver import ShmReceiver
@@ -84,6 +85,8 @@ class Shm(Transport):
             finally:
                 os.close(descriptor)
         except (OSError, RuntimeError) as error:
+            if stops_caller(error):
+                raise
             return Verdict(False, f"no shared memory without a name: {error}")
         return Verdict(True)
 

@@ -20,6 +20,7 @@ from stagelink.links.arrival import Key
 from stagelink.links.route import InRoute, OutRoute
 from stagelink.schedule import UNTIL_END, Mode
 from stagelink.transport.header import Direction, Flag
+from stagelink.transport.interrupts import stops_caller
 from stagelink.transport.modes import outside_modes
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -251,7 +252,9 @@ class Traffic:
             self._table.check_mine(microbatch, self.mine, self.microbatches)
         try:
             return self._table.out[name, microbatch % self._table.period]
-        except (KeyError, TypeError):  # the first time, or it is no name
+        except (KeyError, TypeError) as error:  # the first time, or it is no name
+            if stops_caller(error):
+                raise
             return self._table.outgoing(name, microbatch)
 
     def in_route(self, name: str, microbatch: int) -> tuple[InRoute, Key]:
@@ -262,7 +265,9 @@ class Traffic:
             self._table.check_mine(microbatch, self.mine, self.microbatches)
         try:
             route = self._table.into[name, microbatch % self._table.period]
-        except (KeyError, TypeError):
+        except (KeyError, TypeError) as error:
+            if stops_caller(error):
+                raise
             route = self._table.incoming(name, microbatch)
         return route, tuple.__new__(Key, (self._number, route.edge.index, _FORWARD, microbatch))
 

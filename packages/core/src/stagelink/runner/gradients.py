@@ -107,7 +107,7 @@ class GradientSum:
             self._late.update(places[member] for member in which)
         marks = [parameter.grad is not None for parameter in self._parameters]
         beside = self._buckets[-1].beside
-        beside.copy_(torch.tensor([*marks, *map(bool, changed), takes_part]))
+        beside.copy_(torch.tensor([*marks, *map(bool, changed), takes_part], device="cpu"))
         while self._started < len(self._buckets):
             self._start()
         self._group.finish_sums()

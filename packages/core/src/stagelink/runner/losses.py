@@ -214,7 +214,8 @@ def _weight(target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> 
     """What torch divides the sum by."""
     if target.is_floating_point():  # probabilities of the classes: the weights do not count
         classes = target.shape[0 if target.dim() == 1 else 1]
-        return torch.tensor(target.numel() / max(classes, 1), dtype=torch.float64)
+        count = target.numel() / max(classes, 1)
+        return torch.tensor(count, dtype=torch.float64, device=target.device)
     target = target.long()  # uint8 is taken, too, and -100 would be 156
     kept = target != ignored
     if weight is None:

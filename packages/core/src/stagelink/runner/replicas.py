@@ -32,6 +32,7 @@ from stagelink.exchange.handler import Handler
 from stagelink.transport.board import look_until
 from stagelink.transport.gloo_groups import break_off, gloo_group
 from stagelink.transport.host import server_id
+from stagelink.transport.interrupts import stops_caller
 
 _PAUSE_S = 0.005
 _CAUSE_S = 2.0
@@ -170,6 +171,8 @@ class ReplicaGroup:
         try:
             return call()
         except RuntimeError as error:
+            if stops_caller(error):
+                raise
             raise self._broken(what, str(error)) from error
 
     def _broken(self, what: str, text: str) -> TransportError:

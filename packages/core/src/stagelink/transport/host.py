@@ -7,6 +7,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from stagelink.transport.interrupts import stops_caller
+
 
 def server_id() -> str:
     """A text that two processes have in common exactly when they are on one server.
@@ -51,19 +53,25 @@ def memory_bytes() -> int | None:
     """Memory of this machine; None where the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+    except (AttributeError, ValueError, OSError) as error:  # Windows has no sysconf
+        if stops_caller(error):
+            raise
         return None
 
 
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
+    except OSError as error:
+        if stops_caller(error):
+            raise
         return socket.gethostname()
 
 
 def _namespace(kind: str) -> str:
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
+    except OSError as error:
+        if stops_caller(error):
+            raise
         return kind
