@@ -10,6 +10,7 @@ import pytest
 from stagelink.errors import PeerLostError
 from stagelink.testing import LeakCheck, report, run_fresh
 from stagelink.transport.board import Board
+from stagelink_cupy import passing
 from stagelink_cupy.holding import Holding
 from stagelink_cupy.passing import Passing
 from stagelink_cupy.receiver import CupyReceiver
@@ -63,7 +64,7 @@ RECEIVING = {
     "before a piece": Step(CupyReceiver, "next", 2),
     "before a copy": Step(Region, "copy", 3),
     "before the sender is told": Step(CupyReceiver, "tell", 2),
-    "while its device does not go on": Step(CupyReceiver, "next", 3, paused=True),
+    "while its device does not go on": Step(passing, "synchronize", 1, paused=True),
 }
 STEPS = {0: MEETING | SENDING, 1: MEETING | RECEIVING}
 CASES = [
