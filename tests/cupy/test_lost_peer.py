@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,6 @@ import pytest
 from stagelink.errors import PeerLostError
 from stagelink.testing import LeakCheck, report, run_fresh
 from stagelink.transport.board import Board
-from stagelink_cupy import passing
 from stagelink_cupy.holding import Holding
 from stagelink_cupy.passing import Passing
 from stagelink_cupy.receiver import CupyReceiver
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     """Where the victim stops to be killed.
 
     Attributes:
-        owner: of the function that it stops in.
+        owner: of the function that it stops in; or its module, by name.
         name: the function's.
         call: in which call, from 1; with ``open`` counted once the links are open.
         open: whether the links are open.
@@ -60,11 +60,14 @@ SENDING = {
     "while there is no slot": Step(CupySender, "wait", paused=True),
     "before its last wait": Step(Passing, "finish", 3),
 }
+PASSING = "stagelink_cupy.passing"
 RECEIVING = {
     "before a piece": Step(CupyReceiver, "next", 2),
     "before a copy": Step(Region, "copy", 3),
     "before the sender is told": Step(CupyReceiver, "tell", 2),
-    "while its device does not go on": Step(passing, "synchronize", 1, paused=True),
+    "while its device does not go on": Step(
+        "stagelink_cupy.passing", "synchronize", 1, paused=True
+    ),
 }
 STEPS = {0: MEETING | SENDING, 1: MEETING | RECEIVING}
 CASES = [
@@ -79,7 +82,8 @@ CASES.remove((0, "while there is no slot", True))
 
 
 def _stop_at(patch: pytest.MonkeyPatch, step: Step) -> None:
-    function = getattr(step.owner, step.name)
+    owner = sys.modules[step.owner] if isinstance(step.owner, str) else step.owner
+    function = getattr(owner, step.name)
     calls = iter(range(1, 1_000_000))
 
     def stop(*args: Any) -> Any:
@@ -88,7 +92,7 @@ def _stop_at(patch: pytest.MonkeyPatch, step: Step) -> None:
             threading.Event().wait()
         return function(*args)
 
-    patch.setattr(step.owner, step.name, stop)
+    patch.setattr(owner, step.name, stop)
 
 
 def _live(
