@@ -111,3 +111,21 @@ def test_shared_memory_does_not_lead_out_of_a_server(wires: str | None, leads_ou
         assert bool(verdict) is leads_out
     here = Endpoint(0, "here", "process 0", ours)
     assert ucx.can_connect(LINK, here, Endpoint(1, "here", "process 1", ours))
+
+
+@needs_ucx
+def test_the_environment_s_wires_lead_as_far_as_the_option_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "sm")
+    assert UcxOptions().within_a_server
+    assert not UcxOptions(wires="tcp").within_a_server
+
+
+@needs_ucx
+@pytest.mark.parametrize(("other", "may"), [("1.13.7", True), ("1.14.1", False)])
+def test_versions_that_may_not_read_each_other_s_addresses(other: str, may: bool) -> None:
+    one, two = ends({"version": "1.13.1"}, {"version": other})
+    verdict = Ucx(UcxOptions()).can_connect(LINK, one, two)
+    assert bool(verdict) is may
+    assert may or verdict.reason == f"UCX 1.13.1 and {other} may not read each other's addresses"

@@ -12,6 +12,7 @@ import torch
 
 from stagelink.deadline import Deadline
 from stagelink_ucx import worker as module
+from tests.support.interrupts import struck
 from tests.ucx.ends import SOON_S, Ends, pattern, worker
 from tests.ucx.here import needs_ucx
 
@@ -194,3 +195,39 @@ def test_nothing_begins_after_the_end(ends: Ends) -> None:
     assert not ends.workers[1].progress()
     with pytest.raises(ConnectionError, match="receiving: the worker is closed"):
         ends.receive(9)
+
+
+@pytest.mark.parametrize("size_bytes", [5, LARGE_BYTES])
+def test_a_message_that_is_shorter_than_its_header_says(ends: Ends, size_bytes: int) -> None:
+    ends.send(pattern(size_bytes))
+    done, _ = ends.receive(size_bytes + 4)
+    ends.progress_until(lambda: done.over)
+    with pytest.raises(ConnectionError, match=f"{size_bytes + 4} bytes: {size_bytes} came"):
+        done.wait(0)
+
+
+@pytest.mark.parametrize("note", [b"", b"\xff" * 40, b"ucx1"])
+def test_a_note_that_is_no_address(ends_by_tcp: Ends, note: bytes) -> None:
+    """UCX itself would end the process."""
+    for end in (ends_by_tcp.sender, ends_by_tcp.receiver):
+        with pytest.raises(ValueError, match="no address of a UCX worker"):
+            end.on_note(note, ())
+
+
+def test_an_address_that_was_cut(ends_by_tcp: Ends) -> None:
+    with pytest.raises(ValueError, match="no address of a UCX worker"):
+        ends_by_tcp.sender.on_note(ends_by_tcp.workers[1].address[:-1], ())
+
+
+def test_a_send_that_failed_and_was_interrupted(
+    ends_by_tcp: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it returned is an error, and no operation that UCX could be asked of."""
+    worker = ends_by_tcp.workers[0]
+    monkeypatch.setattr(worker._ucx, "send", lambda *_: (1 << 64) - 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_begun", struck(RuntimeError))
+        with pytest.raises(RuntimeError, match="a handler's"):
+            ends_by_tcp.send(pattern(9))
+    worker.progress()
+    assert worker._pending == []

@@ -19,6 +19,7 @@ __all__ = [
     "ErrorCallback",
     "Functions",
     "OperationParams",
+    "Received",
     "WorkerParams",
     "status_in",
 ]
@@ -90,6 +91,12 @@ class EndpointParams(ctypes.Structure):
         super().__init__(1 << 0 | 1 << 1 | 1 << 2, address, _PEER_MODE, failed, argument)
 
 
+class Received(ctypes.Structure):
+    """Tag and bytes of a message that has come."""
+
+    _fields_: ClassVar[list[Any]] = [("tag", c_uint64), ("size_bytes", c_size_t)]
+
+
 class OperationParams(ctypes.Structure):
     """Parameters of a send, a receive, a flush or a close, beside the operands.
 
@@ -107,7 +114,13 @@ class OperationParams(ctypes.Structure):
         ("user_data", c_void_p),
         ("reply_buffer", c_void_p),
         ("memory_type", c_int),
+        ("received", c_void_p),
     ]
+
+    @classmethod
+    def into(cls, received: Received) -> OperationParams:
+        """Make those of a receive into host memory; what is there at once is told in this."""
+        return cls(1 << 6 | 1 << 7, memory_type=_HOST_MEMORY, received=ctypes.addressof(received))
 
     @classmethod
     def on_host(cls) -> OperationParams:
@@ -171,6 +184,9 @@ class Functions:
             *(c_void_p, c_void_p, c_size_t, c_uint64, c_uint64, params),
         )
         self.status_of = _typed(quick.ucp_request_check_status, c_int8, c_void_p)
+        self.receive_status_of = _typed(
+            quick.ucp_tag_recv_request_test, c_int8, c_void_p, POINTER(Received)
+        )
         self.cancel = _typed(free.ucp_request_cancel, None, c_void_p, c_void_p)
         self.free = _typed(quick.ucp_request_free, None, c_void_p)
 

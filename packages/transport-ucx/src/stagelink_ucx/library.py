@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stagelink.transport.interrupts import stops_caller
 from stagelink_ucx.functions import Functions
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def load(file: str | None = None) -> Functions:
                 if name not in _loaded:
                     _loaded[name] = _open(name)
             except OSError as error:
+                if stops_caller(error):
+                    raise
                 errors.append(str(error))
             else:
                 return _loaded[name]

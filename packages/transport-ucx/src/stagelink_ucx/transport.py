@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,7 +50,8 @@ class UcxOptions:
     @property
     def within_a_server(self) -> bool:
         """Whether none of the wires leads out of a server."""
-        return self.wires is not None and _WITHIN_A_SERVER.issuperset(self.wires.split(","))
+        wires = self.wires or os.environ.get("UCX_TLS")
+        return wires is not None and _WITHIN_A_SERVER.issuperset(wires.split(","))
 
 
 class Ucx(Transport):
@@ -87,13 +89,17 @@ class Ucx(Transport):
         return {"within_a_server": self.options.within_a_server, "version": version}
 
     def can_connect(self, link: Link, local: Endpoint, remote: Endpoint) -> Verdict:
-        """Refuse two servers where a rank's wires lead out of neither."""
+        """Refuse two servers where a rank's wires lead out of neither, and two versions."""
         del link
         for end in sorted((local, remote), key=lambda end: end.rank):
             if local.server != remote.server and end.description.get("within_a_server"):
                 return Verdict(
                     False, f"the wires of rank {end.rank} do not lead out of its server"
                 )
+        versions = [str(end.description.get("version", "")) for end in (local, remote)]
+        if all(versions) and len({tuple(each.split(".")[:2]) for each in versions}) > 1:
+            text = f"UCX {' and '.join(versions)} may not read each other's addresses"
+            return Verdict(False, text)
         return Verdict(True)
 
     def open_sender(self, link: Link, port: Port, deadline: Deadline) -> Sender:

@@ -15,9 +15,12 @@ import ctypes
 import math
 import os
 import select
+import struct
 import threading
 import time
+import zlib
 from collections import deque
+from contextlib import ExitStack
 from ctypes import byref, c_int, c_size_t, c_void_p
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,6 +32,7 @@ from stagelink_ucx.functions import (
     EndpointParams,
     ErrorCallback,
     OperationParams,
+    Received,
     WorkerParams,
     status_in,
 )
@@ -49,10 +53,26 @@ _SHARE_S = 0.0003
 _FAREWELL_S = 2.0
 """The most that the end waits for peers that do not take what they were sent."""
 
+_SEAL, _MAGIC = struct.Struct("<4sI"), b"ucx1"
 _WHOLE_TAG = (1 << 64) - 1
 _ON_HOST = OperationParams.on_host()
 _PLAIN = OperationParams()
 _BY_FORCE = OperationParams.by_force()
+
+
+def _sealed(address: bytes) -> bytes:
+    """A worker's address, so that another worker can tell it from anything else.
+
+    UCX itself takes it without its length, and ends the process where it cannot read it.
+    """
+    return _SEAL.pack(_MAGIC, zlib.crc32(address)) + address
+
+
+def _unsealed(sealed: bytes) -> bytes:
+    address = sealed[_SEAL.size :]
+    if not address or sealed[: _SEAL.size] != _SEAL.pack(_MAGIC, zlib.crc32(address)):
+        raise ValueError(f"{len(sealed)} bytes that are no address of a UCX worker")
+    return address
 
 
 class Lane:
@@ -70,16 +90,27 @@ class Lane:
 
 
 class _Operation:
-    """A message that UCX sends or receives."""
+    """A message that UCX sends, or receives: then with what it tells of what has come."""
 
-    __slots__ = ("buffer", "done", "handle", "lane", "status")
+    __slots__ = ("buffer", "done", "handle", "lane", "received", "status")
 
-    def __init__(self, lane: Lane, buffer: torch.Tensor, done: Done) -> None:
+    def __init__(
+        self, lane: Lane, buffer: torch.Tensor, done: Done, received: Received | None = None
+    ) -> None:
         self.lane = lane
         self.buffer = buffer
         self.done = done
+        self.received = received
         self.handle: int | None = None
         self.status = IN_PROGRESS
+
+    @property
+    def error(self) -> str:
+        """What went wrong, empty where nothing did; once it is over."""
+        expected, received = self.buffer.numel(), self.received
+        if received is None or received.size_bytes == expected:
+            return ""
+        return f"{received.size_bytes} came"
 
 
 class Worker:
@@ -124,7 +155,7 @@ class Worker:
             raise
         self._handle = handle
         self.fd = fd.value
-        self.address = ctypes.string_at(self._address, size.value)
+        self.address = _sealed(ctypes.string_at(self._address, size.value))
 
     def _check(self, status: int, what: str) -> None:
         if status != OK:
@@ -149,11 +180,13 @@ class Worker:
 
         Raises:
             ConnectionError: no wire leads there.
+            ValueError: it is no worker's `address`.
         """
+        plain = _unsealed(address)
         with self._lock:
             if peer in self._endpoints or self._closed:
                 return
-            params = EndpointParams(address, self._on_failure, peer + 1)
+            params = EndpointParams(plain, self._on_failure, peer + 1)
             endpoint = c_void_p()
             status = self._ucx.connect(self._handle, byref(params), byref(endpoint))
             self._check(status, f"connecting with rank {peer}")
@@ -195,10 +228,12 @@ class Worker:
         """
         size_bytes = buffer.numel()
         with self._lock:
-            operation = self._begin(lane, buffer, done)
+            received = Received()
+            operation = self._begin(lane, buffer, done, received)
             operation.handle = self._ucx.receive(
                 self._handle,
-                *(buffer.data_ptr(), size_bytes, tag, _WHOLE_TAG, byref(_ON_HOST)),
+                *(buffer.data_ptr(), size_bytes, tag, _WHOLE_TAG),
+                byref(OperationParams.into(received)),
             )
             self._begun(operation)
             # On the reading thread, as progress is: what waits for this receive moves at once.
@@ -215,11 +250,13 @@ class Worker:
             self._take_done(lane)
         self._tell()
 
-    def _begin(self, lane: Lane, buffer: torch.Tensor, done: Done) -> _Operation:
+    def _begin(
+        self, lane: Lane, buffer: torch.Tensor, done: Done, received: Received | None = None
+    ) -> _Operation:
         if self._closed:
             raise ConnectionError(f"{lane.doing}: the worker is closed")
         # Noted first: from its call on UCX has the memory, whatever interrupts us.
-        operation = _Operation(lane, buffer, done)
+        operation = _Operation(lane, buffer, done, received)
         self._pending.append(operation)
         lane.begun.append(operation)
         return operation
@@ -282,7 +319,14 @@ class Worker:
         handle = operation.handle
         if handle is None:  # interrupted in the call, and the handler fails
             return False
-        operation.status = self._ucx.status_of(handle)
+        operation.status = status_in(handle)
+        if operation.status != IN_PROGRESS:  # interrupted behind the call, which has failed
+            operation.handle = None
+            return True
+        if operation.received is None:
+            operation.status = self._ucx.status_of(handle)
+        else:
+            operation.status = self._ucx.receive_status_of(handle, byref(operation.received))
         if operation.status == IN_PROGRESS:
             return False
         operation.handle = None  # first: nobody may ask what is freed
@@ -292,14 +336,13 @@ class Worker:
     def _take_done(self, lane: Lane) -> None:
         while lane.begun and lane.begun[0].status != IN_PROGRESS:
             operation = lane.begun.popleft()
-            if operation.status == OK:
-                self._through.append(operation.done)
-            else:
-                error = ConnectionError(
-                    f"{lane.doing} {operation.buffer.numel()} bytes: UCX: "
-                    f"{self._ucx.text(operation.status)}"
-                )
+            failed = operation.status != OK
+            text = f"UCX: {self._ucx.text(operation.status)}" if failed else operation.error
+            if text:
+                error = ConnectionError(f"{lane.doing} {operation.buffer.numel()} bytes: {text}")
                 self._through.append(partial(operation.done.failed, error))
+            else:
+                self._through.append(operation.done)
 
     def _lose(self, peer: int) -> None:
         """With the lock: the endpoint has failed."""
@@ -333,19 +376,22 @@ class Worker:
             if self._closed or os.getpid() != self._process:
                 return
             self._closed = True
-            self._let_leave(deadline)
-            for operation in self._pending:
-                if operation.handle is not None:
-                    self._ucx.cancel(self._handle, operation.handle)
-            ends = [
-                self._ucx.close(endpoint, byref(_BY_FORCE))
-                for endpoint in self._endpoints.values()
-            ]
-            self._wait_for([*ends, *(each.handle for each in self._pending)], deadline)
-            self._ucx.release_address(self._handle, self._address)
-            self._ucx.worker_destroy(self._handle)
-            self._context.close()
-            self._pending.clear()
+            with ExitStack() as ends:  # also where progress fails; from the last to the first
+                ends.callback(self._pending.clear)
+                ends.callback(self._context.close)
+                ends.callback(self._ucx.worker_destroy, self._handle)
+                ends.callback(self._ucx.release_address, self._handle, self._address)
+                ends.callback(self._end_operations, deadline)
+                self._let_leave(deadline)
+
+    def _end_operations(self, deadline: Deadline) -> None:
+        for operation in self._pending:
+            if operation.handle is not None and status_in(operation.handle) == IN_PROGRESS:
+                self._ucx.cancel(self._handle, operation.handle)
+        closes = [
+            self._ucx.close(endpoint, byref(_BY_FORCE)) for endpoint in self._endpoints.values()
+        ]
+        self._wait_for([*closes, *(each.handle for each in self._pending)], deadline)
 
     def _let_leave(self, deadline: Deadline) -> None:
         """Wait a while for what UCX has called sent, and may still have in its own buffers."""
