@@ -99,7 +99,7 @@ class Unwanted:
         """Nothing is kept."""
 
     def give_up(self) -> None:
-        """Nobody waits."""
+        """Do nothing: there is no waiter."""
 
 
 class Mailbox:
