@@ -214,9 +214,12 @@ def test_a_note_that_is_no_address(ends_by_tcp: Ends, note: bytes) -> None:
             end.on_note(note, ())
 
 
-def test_an_address_that_was_cut(ends_by_tcp: Ends) -> None:
+def test_an_address_that_was_cut() -> None:
+    ends = Ends("tcp")
     with pytest.raises(ValueError, match="no address of a UCX worker"):
-        ends_by_tcp.sender.on_note(ends_by_tcp.workers[1].address[:-1], ())
+        ends.sender.on_note(ends.ports[1].notes[0][:-1], ())
+    ends.connect()
+    ends.close()
 
 
 def test_a_send_that_failed_and_was_interrupted(

@@ -7,6 +7,8 @@ gets the bytes of another one, after a failure too.
 
 from __future__ import annotations
 
+import struct
+import zlib
 from typing import TYPE_CHECKING
 
 from stagelink.transport.contract import Receiver, Sender
@@ -24,6 +26,22 @@ if TYPE_CHECKING:
 __all__ = ["UcxReceiver", "UcxSender"]
 
 _NUMBERS = 1 << 32
+_SEAL, _MAGIC = struct.Struct("<4sI"), b"ucx1"
+
+
+def _sealed(address: bytes) -> bytes:
+    """A worker's address, so that another worker can tell it from anything else.
+
+    UCX itself takes it without its length, and ends the process where it cannot read it.
+    """
+    return _SEAL.pack(_MAGIC, zlib.crc32(address)) + address
+
+
+def _unsealed(sealed: bytes) -> bytes:
+    address = sealed[_SEAL.size :]
+    if not address or sealed[: _SEAL.size] != _SEAL.pack(_MAGIC, zlib.crc32(address)):
+        raise ValueError(f"{len(sealed)} bytes that are no address of a UCX worker")
+    return address
 
 
 class UcxSender(Sender):
@@ -41,16 +59,17 @@ class UcxSender(Sender):
         self._tag = port.rank * _NUMBERS
         self._number = 0
         worker.join(self._lane)
-        port.note(worker.address)
+        port.note(_sealed(worker.address))
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         """Connect with the receiver's worker.
 
         Raises:
             ConnectionError: no wire leads there.
+            ValueError: the note is no address.
         """
         del fds
-        self._worker.connect(self._port.peer, note)
+        self._worker.connect(self._port.peer, _unsealed(note))
         self._port.room()
 
     def begin(self, message: Message, announce: Announce, done: Done) -> bool:
@@ -95,16 +114,17 @@ class UcxReceiver(Receiver):
         self._tag = port.peer * _NUMBERS
         self._number = 0
         worker.join(self._lane)
-        port.note(worker.address)
+        port.note(_sealed(worker.address))
 
     def on_note(self, note: bytes, fds: Sequence[int]) -> None:
         """Connect with the sender's worker, so that UCX tells of its failure.
 
         Raises:
             ConnectionError: no wire leads there.
+            ValueError: the note is no address.
         """
         del fds
-        self._worker.connect(self._port.peer, note)
+        self._worker.connect(self._port.peer, _unsealed(note))
 
     def begin(
         self,

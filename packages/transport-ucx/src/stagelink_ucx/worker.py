@@ -15,10 +15,8 @@ import ctypes
 import math
 import os
 import select
-import struct
 import threading
 import time
-import zlib
 from collections import deque
 from contextlib import ExitStack
 from ctypes import byref, c_int, c_size_t, c_void_p
@@ -53,26 +51,10 @@ _SHARE_S = 0.0003
 _FAREWELL_S = 2.0
 """The most that the end waits for peers that do not take what they were sent."""
 
-_SEAL, _MAGIC = struct.Struct("<4sI"), b"ucx1"
 _WHOLE_TAG = (1 << 64) - 1
 _ON_HOST = OperationParams.on_host()
 _PLAIN = OperationParams()
 _BY_FORCE = OperationParams.by_force()
-
-
-def _sealed(address: bytes) -> bytes:
-    """A worker's address, so that another worker can tell it from anything else.
-
-    UCX itself takes it without its length, and ends the process where it cannot read it.
-    """
-    return _SEAL.pack(_MAGIC, zlib.crc32(address)) + address
-
-
-def _unsealed(sealed: bytes) -> bytes:
-    address = sealed[_SEAL.size :]
-    if not address or sealed[: _SEAL.size] != _SEAL.pack(_MAGIC, zlib.crc32(address)):
-        raise ValueError(f"{len(sealed)} bytes that are no address of a UCX worker")
-    return address
 
 
 class Lane:
@@ -107,10 +89,8 @@ class _Operation:
     @property
     def error(self) -> str:
         """What went wrong, empty where nothing did; once it is over."""
-        expected, received = self.buffer.numel(), self.received
-        if received is None or received.size_bytes == expected:
-            return ""
-        return f"{received.size_bytes} came"
+        came = None if self.received is None else self.received.size_bytes
+        return "" if came in {None, self.buffer.numel()} else f"{came} came"
 
 
 class Worker:
@@ -155,7 +135,7 @@ class Worker:
             raise
         self._handle = handle
         self.fd = fd.value
-        self.address = _sealed(ctypes.string_at(self._address, size.value))
+        self.address = ctypes.string_at(self._address, size.value)
 
     def _check(self, status: int, what: str) -> None:
         if status != OK:
@@ -180,13 +160,11 @@ class Worker:
 
         Raises:
             ConnectionError: no wire leads there.
-            ValueError: it is no worker's `address`.
         """
-        plain = _unsealed(address)
         with self._lock:
             if peer in self._endpoints or self._closed:
                 return
-            params = EndpointParams(plain, self._on_failure, peer + 1)
+            params = EndpointParams(address, self._on_failure, peer + 1)
             endpoint = c_void_p()
             status = self._ucx.connect(self._handle, byref(params), byref(endpoint))
             self._check(status, f"connecting with rank {peer}")
@@ -323,10 +301,10 @@ class Worker:
         if operation.status != IN_PROGRESS:  # interrupted behind the call, which has failed
             operation.handle = None
             return True
-        if operation.received is None:
+        if (received := operation.received) is None:
             operation.status = self._ucx.status_of(handle)
         else:
-            operation.status = self._ucx.receive_status_of(handle, byref(operation.received))
+            operation.status = self._ucx.receive_status_of(handle, byref(received))
         if operation.status == IN_PROGRESS:
             return False
         operation.handle = None  # first: nobody may ask what is freed
