@@ -246,4 +246,4 @@ def _kept(comm: stagelink.Handler) -> list[int]:
 def test_sessions_that_are_over_are_forgotten(ranks: Ranks) -> None:
     for records, own, theirs in ranks.run(ranks.plan((2, 2), line(2)), _kept):
         assert records <= 4
-        assert max(own, theirs) <= 6
+        assert max(own, theirs) <= 20  # of 60: as far ahead as windows let ranks be

@@ -120,9 +120,11 @@ class _End(weakref.ref[Any]):
 
 
 def _on_end(end: _End) -> None:
-    if _ends.pop(id(end), None) is not None:  # else the process ends
+    del _ends[id(end)]
+    if not _exiting:
         end.on_return()
 
 
 _ends: dict[int, _End] = {}
-atexit.register(_ends.clear)
+_exiting: list[bool] = []
+atexit.register(_exiting.append, True)  # what is on loan stays where it is, till the end
